@@ -1,0 +1,42 @@
+# `make demo` and `make test` are all that a newcomer needs; both install into
+# .venv first. Exact versions come from constraints.txt.
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := test
+# A constraint file of the user's own would fight with ours.
+PIP := PIP_CONSTRAINT= $(BIN)/python -m pip --disable-pip-version-check
+# Workers share the cores: more threads than cores only adds switching.
+TEST_WORKERS ?= 2
+
+.PHONY: demo test lint format lock clean
+
+demo: $(VENV)/installed
+	$(BIN)/python launch/demo.py --workdir=runs/demo
+
+test: lint
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist=worksteal \
+	  --jaxtyping-packages=composer_jax,pallas_kernels,beartype.beartype
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	python=$$(.ci/python.sh) && $$python -m venv --clear $(VENV)
+	$(PIP) install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+# Writes constraints.txt anew from the newest versions that fit pyproject.toml.
+lock:
+	python=$$(.ci/python.sh) && $$python -m venv --clear .lock
+	.lock/bin/python -m pip install --quiet -e ".[$(EXTRAS)]"
+	.lock/bin/python -m pip freeze --exclude-editable > constraints.txt
+	rm -rf .lock
+
+clean:
+	rm -rf $(VENV) .lock .uv runs

@@ -1,0 +1,1 @@
+"""Turn a sparse Mixture-of-Experts model into a specialised coding agent."""

@@ -1,0 +1,1 @@
+"""From source code on disk to packed batches of token ids."""

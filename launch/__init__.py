@@ -1,0 +1,1 @@
+"""Thin absl mains; `main(config, workdir)` gets everything it needs."""

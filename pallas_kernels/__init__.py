@@ -1,0 +1,1 @@
+"""Kernels that can be used alone: jax, numpy and jaxtyping, nothing of ours."""

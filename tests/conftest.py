@@ -1,0 +1,16 @@
+"""Eight emulated devices, and JAX's strict modes, for every test."""
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items):
+  if any(device.platform == "gpu" for device in jax.devices()):
+    return
+  skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+  for item in items:
+    if "gpu" in item.keywords:
+      item.add_marker(skip)
