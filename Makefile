@@ -20,7 +20,6 @@ test: lint
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
