@@ -26,8 +26,8 @@ class ParamSpec:
     batch: names of the axes that index separate matrices (layers, experts).
       The axes in neither set are the product's output. A parameter with no
       contracted axis is not a matrix: norms, biases and lookup tables.
-    float32: kept in float32 in the compute copy too (routers: a difference in
-      the fifth decimal picks another expert).
+    float32: kept in float32 in the compute copy too (norms, and routers: a
+      difference in the fifth decimal picks another expert).
   """
 
   axes: tuple[str, ...]
@@ -75,7 +75,9 @@ def weight(
   value = stddev * jax.random.truncated_normal(
     rngs.params(), -2.0, 2.0, tuple(shape.values()), jnp.float32
   )
-  return nnx.Param(value, spec=ParamSpec(tuple(shape), contract, batch, float32))
+  return nnx.Param(
+    value, spec=ParamSpec(tuple(shape), contract, batch, float32)
+  )
 
 
 def table(
@@ -89,6 +91,6 @@ def table(
 
 
 def ones(shape: Mapping[str, int]) -> nnx.Param:
-  """The scale of a norm."""
+  """The scale of a norm; kept in float32."""
   value = jnp.ones(tuple(shape.values()), jnp.float32)
-  return nnx.Param(value, spec=ParamSpec(tuple(shape)))
+  return nnx.Param(value, spec=ParamSpec(tuple(shape), float32=True))

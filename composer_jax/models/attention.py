@@ -1,0 +1,204 @@
+"""Attention inside packed sequences: grouped-query and latent.
+
+Both kinds make queries, keys and values, and call `attend`, which knows
+documents (segment ids) and causality. A serving cache will hold what
+`Gqa.keys_values` and `Mla.latents` return.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from composer_jax import sharding
+from composer_jax.models import parameter
+from composer_jax.models.config import GqaConfig, MlaConfig, ModelConfig
+from composer_jax.models.layers import RmsNorm, einsum, rotate
+
+
+def attend(
+  q: Float[Array, "B S N D"],
+  k: Float[Array, "B S G D"],
+  v: Float[Array, "B S G V"],
+  segment_ids: Int[Array, "B S"],
+  kernel: str,
+) -> Float[Array, "B S N V"]:
+  """Causal attention inside each document, softmax in float32.
+
+  Args:
+    q: queries; N is a multiple of G, and head n reads key head n // (N/G).
+    k: keys.
+    v: values.
+    segment_ids: equal for tokens of one document, and contiguous.
+    kernel: "xla" or "cudnn"; see `ModelConfig.attention_kernel`.
+
+  Raises:
+    ValueError: if cuDNN is asked for and can't take these shapes.
+  """
+  seq_len, heads, head_dim = q.shape[1:]
+  groups = k.shape[2]
+  same_document = segment_ids[:, :, None] == segment_ids[:, None, :]
+  causal = jnp.tri(seq_len, dtype=bool)[None]
+  mask = same_document & causal
+  if kernel == "cudnn":
+    if v.shape[-1] != head_dim or q.dtype == jnp.float32:
+      raise ValueError(
+        f"attention_kernel='cudnn' needs 16-bit values as wide as the keys;"
+        f" got {q.dtype} and widths {head_dim} and {v.shape[-1]}: use 'xla'."
+      )
+    return jax.nn.dot_product_attention(
+      q, k, v, mask=mask[:, None], implementation="cudnn"
+    )
+  q = q.reshape(*q.shape[:2], groups, heads // groups, head_dim)
+  scores = jnp.einsum(
+    "bsgnd,btgd->bgnst", q, k, preferred_element_type=jnp.float32
+  )
+  scores = jnp.where(
+    mask[:, None, None], scores * head_dim**-0.5, jnp.finfo(jnp.float32).min
+  )
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  out = jnp.einsum("bgnst,btgv->bsgnv", weights, v)
+  return out.reshape(*out.shape[:2], heads, v.shape[-1])
+
+
+class Gqa(nnx.Module):
+  """Grouped-query attention; see `GqaConfig`."""
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig):
+    gqa, width = config.attention, config.width
+    assert isinstance(gqa, GqaConfig)
+    self.config = config
+    kv_shape = {
+      "embed": width,
+      "kv_heads": gqa.num_kv_heads,
+      "head_dim": gqa.head_dim,
+    }
+    self.w_q = parameter.weight(
+      rngs,
+      {"embed": width, "heads": gqa.num_heads, "head_dim": gqa.head_dim},
+      contract=("embed",),
+    )
+    self.w_k = parameter.weight(rngs, kv_shape, contract=("embed",))
+    self.w_v = parameter.weight(rngs, kv_shape, contract=("embed",))
+    self.w_o = parameter.weight(
+      rngs,
+      {"heads": gqa.num_heads, "head_dim": gqa.head_dim, "embed": width},
+      contract=("heads", "head_dim"),
+    )
+    if gqa.qk_norm:
+      self.q_norm = RmsNorm("head_dim", gqa.head_dim, config.norm_eps)
+      self.k_norm = RmsNorm("head_dim", gqa.head_dim, config.norm_eps)
+
+  def keys_values(
+    self, x: Float[Array, "B S H"], positions: Int[Array, "B S"]
+  ) -> tuple[Float[Array, "B S G D"], Float[Array, "B S G D"]]:
+    """Rotated keys, and values."""
+    k = einsum("bsh,hgd->bsgd", x, self.w_k)
+    v = einsum("bsh,hgd->bsgd", x, self.w_v)
+    if self.config.attention.qk_norm:
+      k = self.k_norm(k)
+    return rotate(k, positions, self.config.rope_theta), v
+
+  def __call__(
+    self,
+    x: Float[Array, "B S H"],
+    positions: Int[Array, "B S"],
+    segment_ids: Int[Array, "B S"],
+  ) -> Float[Array, "B S H"]:
+    """Attends inside each document."""
+    q = einsum("bsh,hnd->bsnd", x, self.w_q)
+    if self.config.attention.qk_norm:
+      q = self.q_norm(q)
+    q = rotate(q, positions, self.config.rope_theta)
+    k, v = self.keys_values(x, positions)
+    out = attend(q, k, v, segment_ids, self.config.attention_kernel)
+    out = sharding.constrain(out, "batch", "sequence", "heads", None)
+    return einsum("bsnd,ndh->bsh", out, self.w_o)
+
+
+class Mla(nnx.Module):
+  """Multi-head latent attention; see `MlaConfig`.
+
+  The checkpoint formats fuse `w_kv_a` with `w_k_rope`, and `w_k_b` with
+  `w_v_b`; apart, each has one sharding, and a decoder can absorb the last two.
+  """
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig):
+    mla, width = config.attention, config.width
+    assert isinstance(mla, MlaConfig)
+    self.config = config
+    heads, head_dim = mla.num_heads, mla.nope_dim + mla.rope_dim
+    q_axis, q_width = "embed", width
+    if mla.q_latent:
+      q_axis, q_width = "q_latent", mla.q_latent
+      self.w_q_a = parameter.weight(
+        rngs, {"embed": width, "q_latent": q_width}, contract=("embed",)
+      )
+      self.q_norm = RmsNorm("q_latent", q_width, config.norm_eps)
+    self.w_q_b = parameter.weight(
+      rngs,
+      {q_axis: q_width, "heads": heads, "head_dim": head_dim},
+      contract=(q_axis,),
+    )
+    self.w_kv_a = parameter.weight(
+      rngs, {"embed": width, "kv_latent": mla.kv_latent}, contract=("embed",)
+    )
+    self.w_k_rope = parameter.weight(
+      rngs, {"embed": width, "head_dim": mla.rope_dim}, contract=("embed",)
+    )
+    self.kv_norm = RmsNorm("kv_latent", mla.kv_latent, config.norm_eps)
+    self.w_k_b = parameter.weight(
+      rngs,
+      {"kv_latent": mla.kv_latent, "heads": heads, "head_dim": mla.nope_dim},
+      contract=("kv_latent",),
+    )
+    self.w_v_b = parameter.weight(
+      rngs,
+      {"kv_latent": mla.kv_latent, "heads": heads, "head_dim": mla.v_dim},
+      contract=("kv_latent",),
+    )
+    self.w_o = parameter.weight(
+      rngs,
+      {"heads": heads, "head_dim": mla.v_dim, "embed": width},
+      contract=("heads", "head_dim"),
+    )
+
+  def latents(
+    self, x: Float[Array, "B S H"], positions: Int[Array, "B S"]
+  ) -> tuple[Float[Array, "B S C"], Float[Array, "B S 1 R"]]:
+    """The normalised latent, and the rotated key part that heads share."""
+    latent = self.kv_norm(einsum("bsh,hc->bsc", x, self.w_kv_a))
+    k_rope = einsum("bsh,hr->bsr", x, self.w_k_rope)[:, :, None]
+    return latent, rotate(k_rope, positions, self.config.rope_theta)
+
+  def __call__(
+    self,
+    x: Float[Array, "B S H"],
+    positions: Int[Array, "B S"],
+    segment_ids: Int[Array, "B S"],
+  ) -> Float[Array, "B S H"]:
+    """Attends inside each document."""
+    mla = self.config.attention
+    q = self.q_norm(einsum("bsh,hc->bsc", x, self.w_q_a)) if mla.q_latent else x
+    q = einsum("bsc,cnd->bsnd", q, self.w_q_b)
+    q_nope, q_rope = jnp.split(q, [mla.nope_dim], axis=-1)
+    q_rope = rotate(q_rope, positions, self.config.rope_theta)
+    latent, k_rope = self.latents(x, positions)
+    k_nope = einsum("bsc,cnd->bsnd", latent, self.w_k_b)
+    k_rope = jnp.broadcast_to(k_rope, (*k_nope.shape[:3], mla.rope_dim))
+    v = einsum("bsc,cnd->bsnd", latent, self.w_v_b)
+    out = attend(
+      jnp.concatenate([q_nope, q_rope], axis=-1),
+      jnp.concatenate([k_nope, k_rope], axis=-1),
+      v,
+      segment_ids,
+      self.config.attention_kernel,
+    )
+    out = sharding.constrain(out, "batch", "sequence", "heads", None)
+    return einsum("bsnd,ndh->bsh", out, self.w_o)
+
+
+def make_attention(rngs: nnx.Rngs, config: ModelConfig) -> Gqa | Mla:
+  """The kind that the config describes."""
+  kind = Mla if isinstance(config.attention, MlaConfig) else Gqa
+  return kind(rngs, config)

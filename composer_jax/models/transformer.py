@@ -1,0 +1,161 @@
+"""The decoder: embedding, two scanned stacks of layers, unembedding."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from composer_jax import sharding
+from composer_jax.models import parameter
+from composer_jax.models.attention import make_attention
+from composer_jax.models.config import ModelConfig
+from composer_jax.models.layers import RmsNorm, SwiGlu, einsum, lookup
+from composer_jax.models.moe import Moe, Routing
+
+# What the backward pass finds saved, by name; the rest it computes again.
+REMAT_POLICIES = {
+  "none": jax.checkpoint_policies.everything_saveable,
+  "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Output(NamedTuple):
+  """What a forward pass gives.
+
+  Attributes:
+    logits: float32, over the vocabulary.
+    routing: what the routers did, layers first; None if no layer is MoE.
+  """
+
+  logits: Float[Array, "B S V"]
+  routing: Routing | None
+
+
+class Layer(nnx.Module):
+  """Attention, then an MLP or experts, each on a normed residual stream."""
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig, *, is_moe: bool):
+    self.is_moe = is_moe
+    self.attention_norm = RmsNorm("embed", config.width, config.norm_eps)
+    self.attention = make_attention(rngs, config)
+    self.mlp_norm = RmsNorm("embed", config.width, config.norm_eps)
+    if is_moe:
+      self.moe = Moe(rngs, config)
+    else:
+      self.mlp = SwiGlu(rngs, config.width, config.dense_dim)
+
+  def __call__(
+    self,
+    x: Float[Array, "B S H"],
+    positions: Int[Array, "B S"],
+    segment_ids: Int[Array, "B S"],
+  ) -> tuple[Float[Array, "B S H"], Routing | None]:
+    """The new residual stream, and what the router did."""
+    x = x + self.attention(self.attention_norm(x), positions, segment_ids)
+    x = sharding.constrain(x, "batch", "sequence", None)
+    if self.is_moe:
+      out, routing = self.moe(self.mlp_norm(x), segment_ids > 0)
+    else:
+      out, routing = self.mlp(self.mlp_norm(x)), None
+    return sharding.constrain(x + out, "batch", "sequence", None), routing
+
+
+class Stack(nnx.Module):
+  """Layers of one kind, their parameters stacked along a leading axis.
+
+  The forward pass scans over that axis: one layer is compiled, whatever the
+  depth.
+  """
+
+  def __init__(
+    self, rngs: nnx.Rngs, config: ModelConfig, depth: int, *, is_moe: bool
+  ):
+    def make(key):
+      return Layer(nnx.Rngs(params=key), config, is_moe=is_moe)
+
+    keys = jax.random.split(rngs.params(), depth)
+    structure = nnx.graphdef(nnx.eval_shape(lambda: make(keys[0])))
+    state = jax.vmap(lambda key: nnx.state(make(key)))(keys)
+    for _, variable in nnx.to_flat_state(state):
+      variable.set_metadata(
+        spec=variable.get_metadata("spec").stacked("layers")
+      )
+    self.layers = nnx.merge(structure, state)
+    self.policy = REMAT_POLICIES[config.remat]
+
+  def __call__(
+    self,
+    x: Float[Array, "B S H"],
+    positions: Int[Array, "B S"],
+    segment_ids: Int[Array, "B S"],
+  ) -> tuple[Float[Array, "B S H"], Routing | None]:
+    """Applies the layers in order."""
+    structure, state = nnx.split(self.layers)
+
+    def body(x, layer_state):
+      layer = nnx.merge(structure, layer_state)
+      return layer(x, positions, segment_ids)
+
+    # Scan makes common subexpressions of the two passes impossible already.
+    body = jax.checkpoint(body, policy=self.policy, prevent_cse=False)
+    return jax.lax.scan(body, x, state)
+
+
+class Transformer(nnx.Module):
+  """A decoder-only language model; see `ModelConfig`."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    self.config = config
+    vocab = {"vocab": config.vocab_size, "embed": config.width}
+    # Gives unit-variance logits where the table is the unembedding too.
+    self.embedding = parameter.table(rngs, vocab, stddev=config.width**-0.5)
+    if config.num_dense_layers:
+      self.dense = Stack(rngs, config, config.num_dense_layers, is_moe=False)
+    if config.num_moe_layers:
+      self.moe = Stack(rngs, config, config.num_moe_layers, is_moe=True)
+    self.norm = RmsNorm("embed", config.width, config.norm_eps)
+    if not config.tie_embeddings:
+      self.unembedding = parameter.weight(
+        rngs,
+        {"embed": config.width, "vocab": config.vocab_size},
+        contract=("embed",),
+      )
+
+  def __call__(
+    self,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+  ) -> Output:
+    """Predicts each next token.
+
+    Args:
+      tokens: ids.
+      positions: of each token in its document; counted from 0 by default.
+      segment_ids: which document of its row a token belongs to, 0 for padding;
+        one document a row by default.
+    """
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if segment_ids is None:
+      segment_ids = jnp.ones_like(tokens)
+    x = lookup(self.embedding[...], tokens).astype(self.config.dtype)
+    x = sharding.constrain(x, "batch", "sequence", None)
+    routing = None
+    if self.config.num_dense_layers:
+      x, _ = self.dense(x, positions, segment_ids)
+    if self.config.num_moe_layers:
+      x, routing = self.moe(x, positions, segment_ids)
+    return Output(self.unembed(self.norm(x)), routing)
+
+  def unembed(self, x: Float[Array, "B S H"]) -> Float[Array, "B S V"]:
+    """Logits of normed activations."""
+    if self.config.tie_embeddings:
+      logits = einsum("bsh,vh->bsv", x, self.embedding)
+    else:
+      logits = einsum("bsh,hv->bsv", x, self.unembedding)
+    logits = sharding.constrain(logits, "batch", "sequence", "vocab")
+    return logits.astype(jnp.float32)
