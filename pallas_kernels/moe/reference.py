@@ -1,0 +1,45 @@
+"""The MoE feed-forward layer as its formula, to be read and compared with.
+
+Every expert sees every token, in float32, so time and memory are E / K times
+what is needed: an oracle for small shapes, not for training.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def cannot_run(**_) -> str:
+  """Returns why this implementation can't run: never."""
+  return ""
+
+
+def apply(
+  x: Float[Array, "T H"],
+  expert_ids: Int[Array, "T K"],
+  gates: Float[Array, "T K"],
+  w_gate_up: Float[Array, "E H 2 I"],
+  w_down: Float[Array, "E I H"],
+  *,
+  out_dtype=None,
+  **_,
+) -> Float[Array, "T H"]:
+  """The layer of `moe_ffn`, computed in float32."""
+
+  def add_expert(y, expert):
+    index, gate_up, down = expert
+    chosen = expert_ids == index  # [T, K]
+    # A token that did not choose this expert may hold anything, even NaN.
+    routed = chosen.any(axis=-1, keepdims=True)
+    rows = jnp.where(routed, x.astype(jnp.float32), 0.0)
+    gate = rows @ gate_up[:, 0].astype(jnp.float32)
+    up = rows @ gate_up[:, 1].astype(jnp.float32)
+    out = (jax.nn.silu(gate) * up) @ down.astype(jnp.float32)
+    weight = jnp.where(chosen, gates, 0.0).sum(axis=-1, keepdims=True)
+    return y + weight * out, None
+
+  experts = (jnp.arange(len(w_down)), w_gate_up, w_down)
+  with jax.default_matmul_precision("highest"):
+    y, _ = lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), experts)
+  return y.astype(out_dtype or x.dtype)
