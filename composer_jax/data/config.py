@@ -5,6 +5,7 @@ Nothing here touches the disk.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +29,8 @@ class DataConfig:
     seed: of the fill-in-the-middle split points.
   """
 
-  sources: tuple[str, ...] = ("stdlib",)
-  suffixes: tuple[str, ...] = (".py",)
+  sources: Sequence[str] = ("stdlib",)
+  suffixes: Sequence[str] = (".py",)
   max_bytes: int = 0
   validation_fraction: float = 0.05
   near_duplicate_threshold: float = 0.7
@@ -47,7 +48,7 @@ class DataConfig:
         raise ValueError(
           f"{name} must be a tuple of at least one string, got {value!r}."
         )
-      # ml_collections hands over lists; tuples keep the config hashable.
+      # ml_collections hands over lists; tuples make the config hashable.
       object.__setattr__(self, name, tuple(value))
     for name in ("near_duplicate_threshold", "fim_fraction"):
       if not 0 <= getattr(self, name) <= 1:

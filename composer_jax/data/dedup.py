@@ -96,4 +96,4 @@ def _signatures(
     np.concatenate([np.empty(0, np.uint64), *sets]), offsets, _SIGNATURE, 0
   )
   rows = np.array(matrix.to_rows(), "<u4").reshape(-1, _SIGNATURE)
-  return rows.view(np.uint8).reshape(len(sets), _BANDS, -1)
+  return rows.view(np.uint8).reshape(-1, _BANDS, 4 * _SIGNATURE // _BANDS)
