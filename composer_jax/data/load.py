@@ -13,18 +13,14 @@ import dataclasses
 import hashlib
 import json
 import logging
-import shutil
-import time
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-from composer_jax.data import corpus, decontaminate, dedup, fim, packing
+from composer_jax.data import build
 from composer_jax.data.config import DataConfig
-from composer_jax.data.corpus import Document
-from composer_jax.data.rows import PackedRows, write_json
-from composer_jax.data.sources import SourceFile, read_sources
+from composer_jax.data.corpus import content_hash
+from composer_jax.data.files import written_at_once
+from composer_jax.data.rows import PackedRows
+from composer_jax.data.sources import read_sources
 from composer_jax.data.tokenizer import Tokenizer
 
 # Raise it when the same configuration should give other files.
@@ -84,15 +80,15 @@ def load_data(config: DataConfig, folder: str | Path) -> Data:
     ImportError: the extra `data` is needed and not installed.
   """
   folder = Path(folder).expanduser()
-  with _timed("read"):
+  with build.timed("read"):
     files = read_sources(config.sources, config.suffixes, folder / "wheels")
-    corpus_hash = corpus.content_hash(files)
+    corpus_hash = content_hash(files)
   given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
   path = folder / f"data-{_key(config, corpus_hash)}"
   if not path.exists():
     folder.mkdir(parents=True, exist_ok=True)
-    with _written_at_once(path) as unfinished:
-      _make(config, files, corpus_hash, given, unfinished)
+    with written_at_once(path) as unfinished:
+      build.make(config, files, corpus_hash, given, unfinished)
   data = Data(
     train=PackedRows.open(path / "train"),
     validation=PackedRows.open(path / "validation"),
@@ -111,172 +107,3 @@ def _key(config: DataConfig, corpus_hash: str) -> str:
     parts["tokenizer"] = hashlib.sha256(content).hexdigest()
   text = json.dumps(parts, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _written_at_once(path: Path) -> Iterator[Path]:
-  """A new folder that becomes `path` if the block ends well.
-
-  If `path` has come to be in the meantime, that one stays.
-  """
-  unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-  unfinished.mkdir()
-  try:
-    yield unfinished
-    try:
-      unfinished.rename(path)
-    except OSError:
-      if not path.exists():
-        raise
-  finally:
-    shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _make(
-  config: DataConfig,
-  files: Sequence[SourceFile],
-  corpus_hash: str,
-  tokenizer: Tokenizer | None,
-  folder: Path,
-) -> None:
-  documents, dropped = _clean(config, files)
-  train, validation = _split(config, documents, dropped)
-  if tokenizer is None:
-    with _timed("train tokenizer"):
-      texts = [document.text for document in train]
-      tokenizer = Tokenizer.train(texts, config.vocab_size)
-  report = {
-    "corpus": corpus_hash,
-    "read": {
-      "documents": len(files),
-      "bytes": sum(len(file.content) for file in files),
-    },
-    "dropped": dropped,
-    "vocab_size": tokenizer.vocab_size,
-    "fim_documents": sum(_rearranged(config, d) for d in train),
-  }
-  for name, part in (("train", train), ("validation", validation)):
-    rows = _rows(config, part, tokenizer, fim_allowed=name == "train")
-    rows.save(folder / name)
-    positions = max(1, len(rows) * rows.seq_len)
-    report[name] = {
-      **_tally(part),
-      "tokens": rows.num_tokens,
-      "rows": len(rows),
-      "padding": 1 - rows.num_tokens / positions if len(rows) else 0.0,
-    }
-  tokenizer.save(folder / "tokenizer.json")
-  write_json(folder / "config.json", dataclasses.asdict(config))
-  write_json(folder / "report.json", report)
-
-
-def _clean(
-  config: DataConfig, files: Sequence[SourceFile]
-) -> tuple[list[Document], dict[str, dict[str, int]]]:
-  """The documents worth keeping, and a tally of the others by reason."""
-  dropped, documents = {}, []
-  for file in files:
-    if reason := corpus.why_skip(file):
-      tally = dropped.setdefault(reason, {"documents": 0, "bytes": 0})
-      tally["documents"] += 1
-      tally["bytes"] += len(file.content)
-    else:
-      documents.append(Document(file.path, file.content.decode()))
-  with _timed("exact duplicates"):
-    documents, out = dedup.drop_duplicates(documents)
-    dropped["duplicate"] = _tally(out)
-  documents, out = corpus.take_bytes(documents, config.max_bytes)
-  dropped["over_max_bytes"] = _tally(out)
-  if config.near_duplicate_threshold:
-    with _timed("near-duplicates"):
-      documents, out = dedup.drop_near_duplicates(
-        documents, config.near_duplicate_threshold
-      )
-      dropped["near_duplicate"] = _tally(out)
-  if config.decontaminate:
-    with _timed("decontaminate"):
-      documents, out = decontaminate.drop_contaminated(
-        documents, decontaminate.humaneval()
-      )
-      dropped["contaminated"] = _tally(out)
-  return documents, dropped
-
-
-def _split(
-  config: DataConfig, documents: Sequence[Document], dropped: dict
-) -> tuple[list[Document], list[Document]]:
-  sides: tuple[list[Document], list[Document]] = ([], [])
-  for document in documents:
-    held_out = corpus.is_validation(document, config.validation_fraction)
-    sides[held_out].append(document)
-  train, validation = sides
-  if not train:
-    reasons = {reason: n["documents"] for reason, n in dropped.items()}
-    raise ValueError(
-      f"No document left to train on in sources {config.sources} with suffixes "
-      f"{config.suffixes}: {len(validation)} held out, dropped {reasons}."
-    )
-  if config.validation_fraction and not validation:
-    raise ValueError(
-      f"None of {len(train)} documents fell into the held-out share: raise "
-      f"validation_fraction ({config.validation_fraction}), add sources, or "
-      "set validation_fraction=0 to do without."
-    )
-  return train, validation
-
-
-def _rows(
-  config: DataConfig,
-  documents: Sequence[Document],
-  tokenizer: Tokenizer,
-  *,
-  fim_allowed: bool,
-) -> PackedRows:
-  with _timed("encode"):
-    encoded = tokenizer.encode_batch([document.text for document in documents])
-  pieces = [[ids] for ids in encoded]
-  if fim_allowed:
-    with _timed("fill in the middle"):
-      chosen = [i for i, d in enumerate(documents) if _rearranged(config, d)]
-      rearranged = chosen and fim.rearrange(
-        [encoded[i] for i in chosen],
-        [(config.seed, int(documents[i].digest, 16)) for i in chosen],
-        tokenizer,
-        config.seq_len - 1,
-      )
-      for i, new in zip(chosen, rearranged, strict=True):
-        pieces[i] = new
-  with _timed("pack"):
-    packed = packing.pack(
-      [ids for parts in pieces for ids in parts],
-      end_id=tokenizer.end_id,
-      pad_id=tokenizer.pad_id,
-      seq_len=config.seq_len,
-      vocab_size=tokenizer.vocab_size,
-    )
-  # A document cut before it was rearranged counts as one all the same.
-  paths = [
-    document.path
-    for document, parts in zip(documents, pieces, strict=True)
-    for _ in parts
-  ]
-  return PackedRows(packed, tuple(paths))
-
-
-def _rearranged(config: DataConfig, document: Document) -> bool:
-  # Hash digits that the split has not used.
-  return int(document.digest[13:26], 16) < config.fim_fraction * 16**13
-
-
-def _tally(documents: Sequence[Document]) -> dict[str, int]:
-  return {
-    "documents": len(documents),
-    "bytes": sum(document.size for document in documents),
-  }
-
-
-@contextmanager
-def _timed(stage: str) -> Iterator[None]:
-  start = time.perf_counter()
-  yield
-  _log.info("%s: %.2f s", stage, time.perf_counter() - start)

@@ -6,12 +6,12 @@ hold, so that a bad batch can be traced to its files.
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32
 
+from composer_jax.data.files import write_json
 from composer_jax.data.packing import Packed
 
 _ARRAYS = tuple(field.name for field in dataclasses.fields(Packed))
@@ -115,9 +115,3 @@ class PackedRows:
   def _pieces(self, index: int) -> slice:
     start, stop = self.packed.row_starts[index : index + 2].tolist()
     return slice(start, stop)
-
-
-def write_json(path: Path, value: dict | Sequence) -> None:
-  """Writes JSON that reads well and is the same for the same value."""
-  text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False)
-  path.write_text(text + "\n", encoding="utf-8")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from made_up_code import module
 
-from composer_jax.data import DataConfig, load, load_data
+from composer_jax.data import DataConfig, build, load, load_data
+from composer_jax.data.decontaminate import humaneval
 from composer_jax.data.fim import Sentinels, restore
 
 
@@ -75,9 +76,7 @@ def test_report_accounts_for_every_file(code, tmp_path):
   (code / "latin.py").write_bytes(b"# caf\xe9\n")
   (code / "empty.py").touch()
   (code / "minified.py").write_text("x=1;" * 500)
-  (code / "leak.py").write_text(
-    load.decontaminate.humaneval()["HumanEval/0"]["prompt"]
-  )
+  (code / "leak.py").write_text(humaneval()["HumanEval/0"]["prompt"])
   data = load_data(config(code), tmp_path / "data")
   report = data.report
   dropped = {name: n["documents"] for name, n in report["dropped"].items()}
@@ -104,7 +103,7 @@ def test_report_accounts_for_every_file(code, tmp_path):
 
 def test_second_call_opens_what_the_first_made(code, tmp_path, monkeypatch):
   first = load_data(config(code), tmp_path / "data")
-  monkeypatch.setattr(load, "_make", None)
+  monkeypatch.setattr(build, "make", None)
   second = load_data(config(code), tmp_path / "data")
   assert second.report == first.report
   assert isinstance(second.train.packed.tokens, np.memmap)
@@ -152,7 +151,7 @@ def test_a_crash_leaves_nothing_that_looks_like_data(
     raise KeyboardInterrupt
 
   with monkeypatch.context() as patched:
-    patched.setattr(load, "write_json", crash)
+    patched.setattr(build, "write_json", crash)
     with pytest.raises(KeyboardInterrupt):
       load_data(config(code), folder)
   assert list(folder.iterdir()) == []
@@ -162,13 +161,13 @@ def test_a_crash_leaves_nothing_that_looks_like_data(
 def test_many_at_once_share_one_result(code, tmp_path, monkeypatch):
   folder, results = tmp_path / "data", []
   # All find nothing, and all make it, before the first may rename.
-  barrier, make = threading.Barrier(3), load._make
+  barrier, make = threading.Barrier(3), build.make
 
   def make_and_wait(*args):
     make(*args)
     barrier.wait(30)
 
-  monkeypatch.setattr(load, "_make", make_and_wait)
+  monkeypatch.setattr(build, "make", make_and_wait)
   threads = [
     threading.Thread(
       target=lambda: results.append(load_data(config(code), folder))
@@ -241,7 +240,7 @@ def test_mistakes_are_explained(code, tmp_path, changes, message):
 
 
 def test_stages_are_timed(code, tmp_path, caplog):
-  with caplog.at_level(logging.INFO, logger=load.__name__):
+  with caplog.at_level(logging.INFO, logger=build.__name__):
     load_data(config(code), tmp_path / "data")
   for stage in ("read", "near-duplicates", "train tokenizer", "pack"):
     assert f"{stage}: " in caplog.text
