@@ -220,7 +220,7 @@ def _check(metadata, abstract: PyTree, path: epath.Path, *, remedy: str):
   problems = [
     f"{name} is {saved.get(name, 'absent')} there and "
     f"{wanted.get(name, 'absent')} here"
-    for name in sorted(saved.keys() | wanted.keys())
+    for name in sorted(saved.keys() | wanted.keys(), key=_weights_first)
     if saved.get(name) != wanted.get(name)
   ]
   if problems:
@@ -230,6 +230,11 @@ def _check(metadata, abstract: PyTree, path: epath.Path, *, remedy: str):
     raise CheckpointError(
       f"the checkpoint {path} doesn't fit this model: {listed}; {remedy}"
     )
+
+
+def _weights_first(name: str) -> tuple[bool, str]:
+  """Sorts the optimizer's moments, which only repeat it, after the weights."""
+  return not name.startswith("params."), name
 
 
 def _absolute(folder: str | os.PathLike) -> epath.Path:

@@ -23,6 +23,7 @@ from composer_jax.training.checkpoint import (
 class State:
   step: jax.Array
   params: dict
+  balance: dict
   opt_state: tuple
   key: jax.Array
 
@@ -35,10 +36,12 @@ def make_state(width: int = 4) -> State:
     "embedding": jnp.asarray(bits.view(jnp.bfloat16)),
     "layers": {"w": jnp.asarray(rng.normal(size=(8, 2, width)), jnp.float32)},
   }
-  optimizer = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+  # Its state has masked places, and named and plain tuples.
+  optimizer = optax.chain(optax.clip(1.0), optax.contrib.muon(1e-3))
   return State(
     step=jnp.int32(3),
     params=params,
+    balance={},
     opt_state=optimizer.init(params),
     key=jax.random.key(7),
   )
@@ -147,8 +150,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(CheckpointError) as error:
       checkpoints.restore(abstract(wider), make_data())
     message = str(error.value)
-    assert "mu.embedding is bfloat16[8, 4] there and bfloat16[8, 6]" in message
-    assert "and 4 more; start afresh with another --workdir" in message
+    assert ": params.bias is absent there and float32[3] here; " in message
+    assert (
+      "params.embedding is bfloat16[8, 4] there and bfloat16[8, 6]" in message
+    )
+    assert "and 3 more; start afresh with another --workdir" in message
     assert "\n" not in message
 
     narrower = dataclasses.replace(state, params={"bias": jnp.zeros(3)})
