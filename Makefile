@@ -11,7 +11,8 @@ TEST_WORKERS ?= 2
 .PHONY: demo test lint format lock clean
 
 demo: $(VENV)/installed
-	$(BIN)/python launch/demo.py --workdir=runs/demo
+	$(BIN)/python launch/demo.py --config=configs/midtrain_tiny.py:demo \
+	  --workdir=runs/demo
 
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist=worksteal \

@@ -1,4 +1,4 @@
-"""Flax NNX decoders: dense and Mixture-of-Experts, grouped and latent attention.
+"""Flax NNX decoders: dense or Mixture-of-Experts, grouped or latent attention.
 
 `Transformer(config, rngs)` is the model, `ModelConfig` its shape, and
 `PRESETS` shapes by name. `LanguageModel` is the same model as pure functions

@@ -1,0 +1,404 @@
+"""Mid-training from a config to a trained checkpoint, section by section.
+
+The loop is linear on purpose: copy it and change what you like. It runs the
+same on one CPU, on one GPU, and as one of many processes, each of which calls
+`train` with the same arguments. Running it again with the same `workdir` goes
+on where the last checkpoint was taken, bit for bit.
+
+In `workdir` it leaves:
+
+    data/            prepared corpus and tokenizer (or `config.data_folder`)
+    checkpoints/     Orbax; see `checkpoint.Checkpoints`
+    metrics.jsonl    and TensorBoard's files; see `metrics.MetricWriter`
+"""
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from composer_jax import sharding
+from composer_jax.data import Data, PackedRows, load_data, make_loader
+from composer_jax.models import (
+  LanguageModel,
+  count_params,
+  train_flops_per_token,
+)
+from composer_jax.training import state as state_lib
+from composer_jax.training.checkpoint import Checkpoints, restore_params
+from composer_jax.training.config import TrainConfig
+from composer_jax.training.metrics import (
+  MetricWriter,
+  TimeSplit,
+  bits_per_byte,
+  format_line,
+  peak_flops,
+)
+from composer_jax.training.optimizer import make_optimizer, make_schedule
+from composer_jax.training.preemption import StopSignal
+from composer_jax.training.step import (
+  Batch,
+  make_eval_step,
+  make_train_step,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class NonFiniteLossError(RuntimeError):
+  """The loss is NaN or infinite; says at which step, and on which documents."""
+
+
+@dataclasses.dataclass
+class Result:
+  """What a run leaves in memory, for a notebook or a report.
+
+  Attributes:
+    model: the model's functions.
+    state: after the last step.
+    data: what it learned from.
+    mesh: where it is.
+    history: step and validation bits per byte of each evaluation.
+    tokens_per_second: over all steps of this process, evaluations left out.
+    finished: False if a signal stopped the run early.
+  """
+
+  model: LanguageModel
+  state: state_lib.TrainState
+  data: Data
+  mesh: Mesh
+  history: list[tuple[int, float]]
+  tokens_per_second: float
+  finished: bool
+
+
+def train(
+  config: TrainConfig,
+  workdir: str | os.PathLike,
+  *,
+  profile: tuple[int, int] | None = None,
+) -> Result:
+  """Trains a model, or goes on training it.
+
+  Args:
+    config: what to do.
+    workdir: where to leave it.
+    profile: first and last step of a window to trace with JAX's profiler.
+
+  Raises:
+    ValueError: the config doesn't fit itself, the data or the devices.
+    NonFiniteLossError: the loss is no longer a number.
+  """
+  workdir = Path(workdir).expanduser().absolute()
+
+  # ------------------------------------------------------------------- mesh
+  mesh = sharding.make_mesh(config.mesh)
+  batch_sharding = sharding.batch_sharding(
+    mesh, config.batch_size // config.accumulate
+  )
+  _log.info("Mesh %s on %s", dict(mesh.shape), jax.devices()[0].device_kind)
+
+  # ------------------------------------------------------------------- data
+  data = load_data(config.data, config.data_folder or workdir / "data")
+  _check_vocabulary(config, data)
+  loader = make_loader(data.train, seed=config.seed, **_part(config.batch_size))
+
+  # ------------------------------------------------- model, optimizer, state
+  model = LanguageModel(config.model)
+  optimizer = make_optimizer(
+    config.optimizer, model.param_specs, config.num_steps
+  )
+  schedule = make_schedule(config.optimizer, config.num_steps)
+  abstract = state_lib.abstract_state(model, optimizer, mesh)
+  size = count_params(config.model)
+  _log.info(
+    "%.1fM parameters, %.1fM active", size.total / 1e6, size.active / 1e6
+  )
+  with (
+    jax.set_mesh(mesh),
+    StopSignal() as stop,
+    Checkpoints(
+      workdir / "checkpoints", keep=config.keep, every=config.checkpoint_every
+    ) as checkpoints,
+  ):
+    restored = checkpoints.restore(abstract, loader)
+    if restored:
+      start, state, meta = restored
+      _log.info("Resuming at step %d", start)
+    else:
+      start, meta = 0, {"history": [], "seconds": 0.0}
+      state = _fresh_state(model, optimizer, abstract, config)
+
+    # ------------------------------------------------------------ compilation
+    began = time.perf_counter()
+    train_step = jax.jit(
+      make_train_step(model, optimizer, config, data.tokenizer.token_bytes),
+      donate_argnums=0,
+      out_shardings=(
+        state_lib.shardings_of(abstract),
+        sharding.replicated(mesh),
+      ),
+    )
+    evaluate = _make_evaluate(config, model, data, batch_sharding)
+    _log.info("Training from step %d to %d", start, config.num_steps)
+
+    # ------------------------------------------------------------------- loop
+    flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
+    peak = peak_flops(jax.local_devices()[0]) * jax.device_count()
+    history = [tuple(point) for point in meta["history"]]
+    meter = Meter()
+    split = TimeSplit()
+    finished = True
+
+    with MetricWriter(
+      workdir, jax.process_index(), resumed_step=start
+    ) as writer:
+      if not history:
+        history.append((start, evaluate(state)))
+        writer.write(start, {"validation/bits_per_byte": history[-1][1]})
+        _log_validation(history)
+      for step in range(start, config.num_steps):
+        if profile and step == profile[0]:
+          jax.profiler.start_trace(workdir)
+        with split.phase("data"):
+          local = next(loader)
+          batch = _to_devices(local, batch_sharding)
+        with split.phase("step"):
+          state, metrics = train_step(state, batch)
+          # Waits for the step before, so that two are in flight at most.
+          meter.push(step, metrics, data.train, local["row"])
+        done = step + 1
+        last = done == config.num_steps
+        if profile and step == profile[1]:
+          jax.block_until_ready(state)
+          jax.profiler.stop_trace()
+        stopping = stop.stop_requested(done) and not last
+        evaluating = last or done % config.eval_every == 0
+        saving = last or stopping or done % config.checkpoint_every == 0
+        logging_now = last or stopping or done % config.log_every == 0
+        if logging_now or evaluating or saving:
+          with split.phase("step"):
+            meter.flush()  # a state is saved only if its loss is a number
+        if evaluating:
+          with split.phase("eval"):
+            history.append((done, evaluate(state)))
+            writer.write(done, {"validation/bits_per_byte": history[-1][1]})
+            _log_validation(history)
+        if saving:
+          with split.phase("checkpoint"):
+            seconds = meta["seconds"] + time.perf_counter() - began
+            checkpoints.save(
+              done,
+              state,
+              loader,
+              {"history": history, "seconds": seconds},
+              force=True,
+            )
+        if logging_now:
+          values = meter.pop(split, flops_per_token / peak)
+          values["learning_rate"] = float(schedule(step))
+          writer.write(done, values)
+          _log.info(format_line(done, config.num_steps, values))
+        if stopping:
+          _log.info("Stopped at step %d; the same command resumes", done)
+          finished = False
+          break
+
+  return Result(
+    model=model,
+    state=state,
+    data=data,
+    mesh=mesh,
+    history=history,
+    tokens_per_second=meter.tokens_per_second,
+    finished=finished,
+  )
+
+
+class Meter:
+  """Metrics on their way from the device to the log, one step behind.
+
+  Reading a step's metrics waits for the step; reading them when the next one
+  has been dispatched keeps the device busy, and finds a NaN one step late at
+  most. Values are means over the tokens since the last line.
+  """
+
+  def __init__(self):
+    self._pending: tuple | None = None
+    self._seen: list[dict[str, Any]] = []
+    self._tokens = 0.0
+    self._seconds = 0.0
+
+  @property
+  def tokens_per_second(self) -> float:
+    """Over all that was popped, evaluations and checkpoints left out."""
+    return self._tokens / max(self._seconds, 1e-9)
+
+  def push(
+    self, step: int, metrics: dict, rows: PackedRows, indices: np.ndarray
+  ) -> None:
+    """Takes a dispatched step's metrics and reads those of the one before."""
+    self.flush()
+    self._pending = (step, metrics, rows, indices)
+
+  def flush(self) -> None:
+    """Reads the last step's metrics.
+
+    Raises:
+      NonFiniteLossError: its loss is not a number.
+    """
+    if self._pending is None:
+      return
+    step, metrics, rows, indices = self._pending
+    self._pending = None
+    metrics = jax.device_get(metrics)
+    if not np.isfinite(metrics["loss"] + metrics["grad_norm"]):
+      raise NonFiniteLossError(
+        _explain_non_finite(step, metrics, rows, indices)
+      )
+    self._seen.append(metrics)
+
+  def pop(self, split: TimeSplit, mfu_per_rate: float) -> dict[str, float]:
+    """What to log of the steps since the last call.
+
+    Args:
+      split: where the time went.
+      mfu_per_rate: model FLOPs utilisation at one token a second.
+    """
+    period, fractions = split.pop()
+    busy = period * (
+      1 - fractions.get("eval", 0.0) - fractions.get("checkpoint", 0.0)
+    )
+    seen, self._seen = self._seen, []
+    tokens = sum(float(m["tokens"]) for m in seen)
+    self._tokens += tokens
+    self._seconds += busy
+    rate = tokens / busy
+    values = {
+      name: sum(float(m[name] * m["tokens"]) for m in seen) / max(tokens, 1.0)
+      for name in seen[0]
+      if name not in ("tokens", "load")
+    }
+    if "load" in seen[0]:
+      # [layers, experts]; the share of tokens of the fullest and the emptiest.
+      load = np.sum([m["load"] for m in seen], axis=0)
+      share = load * load.shape[1] / load.sum(axis=1, keepdims=True)
+      values["load/max"] = float(share.max())
+      values["load/min"] = float(share.min())
+      for layer, worst in enumerate(share.max(axis=1)):
+        values[f"load/layer_{layer}_max"] = float(worst)
+    values |= {
+      "tokens": self._tokens,
+      "tokens_per_second": rate,
+      "mfu": rate * mfu_per_rate,
+      "seconds_per_step": period / len(seen),
+    }
+    return values | {f"time/{name}": part for name, part in fractions.items()}
+
+
+def _fresh_state(
+  model: LanguageModel,
+  optimizer: optax.GradientTransformation,
+  abstract: state_lib.TrainState,
+  config: TrainConfig,
+) -> state_lib.TrainState:
+  params = None
+  if config.init_from:
+    params = restore_params(config.init_from, abstract.params)
+    _log.info("Weights from %s", config.init_from)
+  return state_lib.init_state(model, optimizer, abstract, config.seed, params)
+
+
+def _make_evaluate(
+  config: TrainConfig,
+  model: LanguageModel,
+  data: Data,
+  batch_sharding: jax.sharding.NamedSharding,
+) -> Callable[[state_lib.TrainState], float]:
+  """Makes a function from state to validation bits per byte."""
+  eval_step = jax.jit(
+    make_eval_step(model, data.tokenizer.token_bytes),
+    out_shardings=sharding.replicated(batch_sharding.mesh),
+  )
+
+  def evaluate(state: state_lib.TrainState) -> float:
+    nats = num_bytes = 0.0
+    batches = make_loader(
+      data.validation,
+      seed=0,
+      shuffle=False,
+      num_epochs=1,
+      # As many rows as fit where a micro-batch does.
+      **_part(config.batch_size // config.accumulate),
+    )
+    for index, local in enumerate(batches):
+      if config.eval_batches and index == config.eval_batches:
+        break
+      sums = jax.device_get(
+        eval_step(state, _to_devices(local, batch_sharding))
+      )
+      nats += float(sums.nats)
+      num_bytes += float(sums.bytes)
+    return bits_per_byte(nats, num_bytes)
+
+  return evaluate
+
+
+def _part(batch_size: int) -> dict[str, int]:
+  """This process's part of a global batch, as arguments of `make_loader`."""
+  return {
+    "batch_size": batch_size,
+    "process_index": jax.process_index(),
+    "process_count": jax.process_count(),
+  }
+
+
+def _to_devices(
+  local: dict[str, np.ndarray], batch_sharding: jax.sharding.NamedSharding
+) -> Batch:
+  """A global batch from this process's rows of it."""
+  return Batch(
+    *(
+      jax.make_array_from_process_local_data(batch_sharding, local[name])
+      for name in Batch._fields
+    )
+  )
+
+
+def _check_vocabulary(config: TrainConfig, data: Data) -> None:
+  if data.tokenizer.vocab_size > config.model.vocab_size:
+    raise ValueError(
+      f"The tokenizer has {data.tokenizer.vocab_size} tokens, but"
+      f" model.vocab_size={config.model.vocab_size}: raise it to at least that"
+      " many."
+    )
+
+
+def _log_validation(history: list[tuple[int, float]]) -> None:
+  step, value = history[-1]
+  _log.info("step %d | validation %.4f bits/byte", step, value)
+
+
+def _explain_non_finite(
+  step: int, metrics: dict, rows: PackedRows, indices: np.ndarray
+) -> str:
+  documents = sorted(
+    {path for index in indices for path in rows.sources(int(index))}
+  )
+  shown = ", ".join(documents[:8])
+  if len(documents) > 8:
+    shown += f" and {len(documents) - 8} more"
+  return (
+    f"Step {step + 1} gave loss {float(metrics['loss'])} and gradient norm"
+    f" {float(metrics['grad_norm'])}; its batch came from {shown}. The last"
+    " checkpoint is from before: lower optimizer.learning_rate, or look at"
+    " those files, and run the same command again."
+  )

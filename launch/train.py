@@ -1,0 +1,74 @@
+"""Trains a model.
+
+    python launch/train.py --config=configs/midtrain_tiny.py --workdir=runs/tiny
+    python launch/train.py --config=configs/midtrain_tiny.py:runlocal \
+        --config.optimizer.learning_rate=1e-3 --workdir=/tmp/run
+
+The same command goes on where the last checkpoint was taken. For a notebook:
+`from launch.train import main`.
+
+On several hosts, every host runs the same command with --coordinator: "auto"
+where a cluster manager tells JAX who is who, or host:port with --num_processes
+and --process_id.
+"""
+
+import logging
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict
+
+from composer_jax.training.config import TrainConfig
+from composer_jax.training.loop import NonFiniteLossError, Result, train
+from launch.flags import ConfigError, from_config, run
+
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator", None, "host:port of process 0, or 'auto'; see above."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Of this run.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "From 0.")
+_PROFILE = flags.DEFINE_string(
+  "profile", None, "FIRST:LAST, a window of steps to trace into workdir."
+)
+
+
+def main(
+  config: ConfigDict, workdir: str, *, profile: tuple[int, int] | None = None
+) -> Result:
+  """Trains as `config` says; see `composer_jax.training.loop`."""
+  setup_logging()
+  return train(from_config(TrainConfig, config), workdir, profile=profile)
+
+
+def setup_logging() -> None:
+  """Our lines on the terminal, of process 0 only, and others' warnings."""
+  logging.basicConfig(
+    format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True
+  )
+  level = logging.INFO if jax.process_index() == 0 else logging.WARNING
+  for package in ("composer_jax", "launch"):
+    logging.getLogger(package).setLevel(level)
+
+
+def _main(config: ConfigDict, workdir: str) -> None:
+  if _COORDINATOR.value == "auto":
+    jax.distributed.initialize()
+  elif _COORDINATOR.value:
+    jax.distributed.initialize(
+      _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+    )
+  main(config, workdir, profile=_window(_PROFILE.value))
+
+
+def _window(text: str | None) -> tuple[int, int] | None:
+  """FIRST:LAST as two numbers."""
+  if text is None:
+    return None
+  first, _, last = text.partition(":")
+  if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+    raise ConfigError(f"--profile must be FIRST:LAST, got {text!r}")
+  return int(first), int(last)
+
+
+if __name__ == "__main__":
+  run(_main, mistakes=(ValueError, OSError, ImportError, NonFiniteLossError))
