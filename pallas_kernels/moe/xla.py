@@ -132,7 +132,7 @@ def _backward(tile, head, out_dtype, residuals, dy):
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
     act = silu * up
-    d_act = _einsum("eth,eih->eti", d_rows, w_down)
+    d_act = _einsum("eth,eih->eti", d_rows, w_down, jnp.float32)
     d_gate = (d_act * act).sum(axis=-1)
     d_act = weight * d_act
     d_gate_up = jnp.stack(
@@ -140,10 +140,10 @@ def _backward(tile, head, out_dtype, residuals, dy):
     ).astype(x.dtype)
     act = (weight * act).astype(x.dtype)
     return (
-      _einsum("etgi,ehgi->eth", d_gate_up, w_gate_up).astype(x.dtype),
+      _einsum("etgi,ehgi->eth", d_gate_up, w_gate_up, x.dtype),
       d_gate,
-      _einsum("eth,etgi->ehgi", rows, d_gate_up),
-      _einsum("eti,eth->eih", act, d_rows),
+      _einsum("eth,etgi->ehgi", rows, d_gate_up, jnp.float32),
+      _einsum("eti,eth->eih", act, d_rows, jnp.float32),
     )
 
   dx_head, dg_head, dw_gate_up, dw_down = backward_of(
@@ -191,16 +191,27 @@ def _tail_loop(heads, table, body, carry):
   return lax.fori_loop(heads, table.num_tiles, body, carry)
 
 
-def _einsum(spec, a, b):
-  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+def _einsum(spec, a, b, dtype):
+  """A matrix multiplication that accumulates in float32, rounded to dtype."""
+
+  def widened(a, b):  # XLA:CPU lacks mixed bfloat16 and float32 products.
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(spec, a, b).astype(dtype)
+
+  def native(a, b):  # Matrix units accumulate in float32 in any case.
+    return jnp.einsum(spec, a, b, preferred_element_type=dtype)
+
+  if a.dtype == dtype == jnp.float32:
+    return native(a, b)
+  return lax.platform_dependent(a, b, cpu=widened, default=native)
 
 
 def _gate_up(rows, w_gate_up):
-  return _einsum("eth,ehgi->etgi", rows, w_gate_up).astype(rows.dtype)
+  return _einsum("eth,ehgi->etgi", rows, w_gate_up, rows.dtype)
 
 
 def _down(act, w_down):
-  return _einsum("eti,eih->eth", act, w_down).astype(act.dtype)
+  return _einsum("eti,eih->eth", act, w_down, act.dtype)
 
 
 def _split(gate_up):
