@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any
 import dacite
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
 
 # `--help` shows the flags of the binary's own module: let `run` count as that.
 flags.disclaim_key_flags()
@@ -44,8 +47,9 @@ def run(
   Args:
     main: what to do; gets the config, locked, with all overrides applied, and
       the working directory as it was given, which may be in a bucket.
-    mistakes: exceptions that mean a user's mistake, beside `ConfigError`, and
-      are told in one line without a traceback.
+    mistakes: exceptions that mean a user's mistake, beside `ConfigError`, where
+      our own code raises them. They are told in one line without a traceback;
+      one that comes from inside a library is a fault, and keeps its traceback.
   """
   flags.DEFINE_string(
     "config",
@@ -64,10 +68,17 @@ def run(
 
 @contextlib.contextmanager
 def _one_line_errors(*types: type[Exception]) -> Iterator[None]:
-  """Prints exceptions of these types as one line, and exits with 2."""
+  """Prints exceptions of these types as one line, and exits with 2.
+
+  Only those that this repository raises itself, or absl for its flags.
+  """
   try:
     yield
   except types as error:
+    if not isinstance(error, ConfigError | flags.Error | OSError):
+      *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+      if not Path(frame.f_code.co_filename).is_relative_to(_REPOSITORY):
+        raise
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     raise SystemExit(2) from None
 

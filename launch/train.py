@@ -16,6 +16,7 @@ import logging
 
 import jax
 from absl import flags
+from absl import logging as absl_logging
 from ml_collections import ConfigDict
 
 from composer_jax.training.config import TrainConfig
@@ -42,8 +43,12 @@ def main(
 
 def setup_logging() -> None:
   """Our lines on the terminal, of process 0 only, and others' warnings."""
+  absl_logging.set_verbosity(absl_logging.WARNING)  # Orbax says much
   logging.basicConfig(
-    format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True
+    format="%(asctime)s %(message)s",
+    datefmt="%H:%M:%S",
+    level=logging.WARNING,
+    force=True,
   )
   level = logging.INFO if jax.process_index() == 0 else logging.WARNING
   for package in ("composer_jax", "launch"):

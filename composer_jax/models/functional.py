@@ -81,7 +81,7 @@ class LanguageModel:
     return _shardings(mesh, self.balance_specs, self.balance_shapes)
 
 
-def _specs_and_shapes(state: nnx.State) -> tuple[Tree, Tree]:
+def _specs_and_shapes(state: Any) -> tuple[Tree, Tree]:
   """Each variable's spec, and its shape, as nested dicts."""
   specs = {}
   for path, variable in nnx.to_flat_state(state):
