@@ -1,7 +1,8 @@
 """Runs of n words as 64-bit hashes: how two pieces of code are compared.
 
-A word is an identifier, a number or one punctuation mark; white space does not
-count, so re-indented or re-wrapped code looks the same. Hashes do not depend on
+A word is an identifier, a number or one punctuation mark, or for `NAMES` what
+begins with a letter only. White space never counts, so re-indented or
+re-wrapped code looks the same. Hashes do not depend on
 the process (Python's own `hash` of a string does).
 """
 
@@ -11,7 +12,8 @@ import re
 import numpy as np
 from jaxtyping import UInt64
 
-_WORD = re.compile(r"\w+|[^\w\s]")
+WORDS = re.compile(r"\w+|[^\w\s]")
+NAMES = re.compile(r"[^\W\d]\w*")
 # Knuth's MMIX multiplier: odd, so that no information is lost modulo 2^64.
 _MULTIPLIER = np.uint64(6364136223846793005)
 
@@ -24,15 +26,20 @@ class _WordHashes(dict):
 
 
 class Shingler:
-  """Hashes texts; remembers the words that it has seen."""
+  """Hashes texts; remembers the words that it has seen.
 
-  def __init__(self):
+  Attributes:
+    pattern: what is a word.
+  """
+
+  def __init__(self, pattern: re.Pattern[str] = WORDS):
+    self.pattern = pattern
     self._hashes = _WordHashes()
 
   def words(self, text: str) -> UInt64[np.ndarray, " words"]:
     """One hash a word, in order."""
     # Lone surrogates cannot occur: texts come from valid UTF-8.
-    hashes = map(self._hashes.__getitem__, _WORD.findall(text))
+    hashes = map(self._hashes.__getitem__, self.pattern.findall(text))
     return np.fromiter(hashes, np.uint64)
 
   def shingles(self, text: str, n: int) -> UInt64[np.ndarray, " distinct"]:
