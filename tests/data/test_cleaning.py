@@ -68,6 +68,11 @@ def test_short_documents_compare_too():
   assert names(dropped) == ["1", "3"]
 
 
+def test_hashes_are_the_same_in_every_process():
+  hashes = Shingler().words("return x")
+  assert hashes.tolist() == [166712603271491781, 5717441744405258058]
+
+
 def test_jaccard_by_hand():
   shingler = Shingler()
   a, b = shingler.shingles("a b c d", 2), shingler.shingles("x b c d", 2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from made_up_code import module
 
-from composer_jax.data import DataConfig, build, load, load_data
+from composer_jax.data import DataConfig, Tokenizer, build, load, load_data
 from composer_jax.data.decontaminate import humaneval
 from composer_jax.data.fim import Sentinels, restore
 
@@ -33,21 +33,21 @@ def contents(folder):
   }
 
 
-def documents_of(rows, tokenizer):
-  """Each document's text, from the rows alone; control tokens left out."""
-  texts = {}
+def documents_of(rows):
+  """The targets of each document's pieces, by its path."""
+  pieces = {}
   for index in range(len(rows)):
     row = rows[index]
     for segment, path in enumerate(rows.sources(index), 1):
       targets = row["targets"][row["segment_ids"] == segment]
-      texts.setdefault(path, []).append(targets)
-  return texts
+      pieces.setdefault(path, []).append(targets)
+  return pieces
 
 
 def test_what_was_held_out_is_as_written_and_not_trained_on(code, tmp_path):
   data = load_data(config(code, seq_len=4096), tmp_path / "data")
-  train = documents_of(data.train, data.tokenizer)
-  validation = documents_of(data.validation, data.tokenizer)
+  train = documents_of(data.train)
+  validation = documents_of(data.validation)
   assert len(train) + len(validation) == 40 and len(validation) > 2
   assert not train.keys() & validation.keys()
 
@@ -66,6 +66,15 @@ def test_what_was_held_out_is_as_written_and_not_trained_on(code, tmp_path):
       ids = restore(ids, sentinels)
     assert data.tokenizer.decode(ids) == written(path)
   assert 10 < rearranged == data.report["fim_documents"] < 30
+
+
+def test_tokenizer_learns_from_training_documents_only(code, tmp_path):
+  data = load_data(config(code), tmp_path / "data")
+  paths = sorted(set(data.train.documents))
+  texts = [(code.parent / path).read_text("utf-8") for path in paths]
+  again, kept = tmp_path / "again.json", next((tmp_path / "data").iterdir())
+  Tokenizer.train(texts, 400).save(again)
+  assert again.read_bytes() == (kept / "tokenizer.json").read_bytes()
 
 
 def test_report_accounts_for_every_file(code, tmp_path):
