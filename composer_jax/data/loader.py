@@ -75,5 +75,7 @@ def make_loader(
   return iter(local.to_iter_dataset(options))
 
 
-def _stack(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _stack(rows: list) -> dict[str, np.ndarray]:
+  # Runs in Grain's threads. A type of the items would have beartype pick one
+  # with the global random state, under the feet of hypothesis.
   return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -16,10 +16,18 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# The standard library without its tests: they are two thirds of its bytes, and
-# whether they are there at all depends on who packaged this Python.
+# The standard library without its tests (they are two thirds of its bytes, and
+# whether they are there at all depends on who packaged this Python) and without
+# the generated text of its manual (one file would outweigh a validation set).
 _NOT_STDLIB = frozenset(
-  {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+  {
+    "dist-packages",
+    "idle_test",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+  }
 )
 _ZIP = (".whl", ".zip")
 _TAR = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")

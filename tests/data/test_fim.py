@@ -1,14 +1,12 @@
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_code import module
 
 from composer_jax.data.fim import Sentinels, arrange, rearrange, restore
 from composer_jax.data.tokenizer import Tokenizer
 
-# Time says nothing on a loaded machine.
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TOKENIZER = Tokenizer.train([module(i) for i in range(20)], 400)
 SENTINELS = Sentinels.of(TOKENIZER)
 PRE, MID, SUF = SENTINELS.prefix, SENTINELS.middle, SENTINELS.suffix
@@ -28,7 +26,7 @@ def test_order_by_hand():
     assert restore(arranged, SENTINELS).tolist() == [10, 11, 20, 30, 31]
 
 
-@settings(LOADED, max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(
   texts=st.lists(
     st.one_of(st.text(min_size=1), st.integers(0, 9).map(module)), max_size=4

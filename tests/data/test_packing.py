@@ -1,12 +1,10 @@
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_jax.data.packing import pack
 from composer_jax.data.rows import PackedRows
 
-# Time says nothing on a loaded machine.
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 END, PAD, VOCAB = 0, 1, 500
 
 
@@ -28,7 +26,7 @@ def rows_of(sequences, seq_len=16):
   return PackedRows(packed, names)
 
 
-@LOADED
+@settings(deadline=None)
 @given(SEQUENCES, st.integers(1, 20))
 def test_every_token_once_in_order_with_its_target(sequences, seq_len):
   rows = rows_of(sequences, seq_len)
@@ -65,7 +63,7 @@ def test_every_token_once_in_order_with_its_target(sequences, seq_len):
     assert sorted(pieces[name]) == sorted(cut)
 
 
-@LOADED
+@settings(deadline=None)
 @given(SEQUENCES)
 def test_pairs_are_the_unmasked_positions(sequences):
   rows = rows_of(sequences)

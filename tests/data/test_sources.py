@@ -55,10 +55,10 @@ def test_cached_wheel_is_not_downloaded_again(tmp_path):
   assert file == SourceFile("my_tool-1.2.whl/my_tool/a.py", b"x = 1\n")
 
 
-def test_standard_library_comes_without_tests():
+def test_standard_library_comes_without_tests_and_manual():
   paths = {file.path for file in read("stdlib")}
   assert {"stdlib/json/decoder.py", "stdlib/argparse.py"} <= paths
-  unwanted = re.compile(r"/(site-packages|tests?)/")
+  unwanted = re.compile(r"/(site-packages|tests?|pydoc_data)/")
   assert not [path for path in paths if unwanted.search(path)]
 
 

@@ -3,14 +3,12 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_code import module
 
 from composer_jax.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
-# Time says nothing on a loaded machine.
-LOADED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OURS = Tokenizer.train([module(i) for i in range(20)], 400)
 CONTROL = [
   OURS.end_id,
@@ -29,7 +27,7 @@ TEXT = st.lists(
 ).map("".join)
 
 
-@LOADED
+@settings(deadline=None)
 @given(TEXT)
 def test_round_trip_bytes_and_no_control_tokens(text):
   (ids,) = OURS.encode_batch([text])
