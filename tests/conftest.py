@@ -1,5 +1,13 @@
 """Eight emulated devices, and JAX's strict modes, for every test."""
 
+import os
+
+# Most of the tests' time is compilation: LLVM's first level halves it. Read
+# when a backend starts, here and in the processes that tests start.
+os.environ["XLA_FLAGS"] = (
+  os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
+)
+
 import jax
 import pytest
 
