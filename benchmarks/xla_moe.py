@@ -33,7 +33,7 @@ GPU_SHAPES = [
   (2048, 2048, 768, 128, 8),
   (32768, 1024, 512, 64, 8),
   (8192, 1024, 512, 64, 8),
-  (32768, 1024, 512, 8, 8),
+  (32768, 1024, 512, 8, 2),
 ]
 CPU_SHAPES = [
   (4096, 256, 256, 8, 2),
@@ -80,10 +80,20 @@ def make_inputs(shape, routing, dtype):
   return (x, jnp.asarray(expert_ids), gates, w_gate_up, w_down), dy
 
 
-def forward_backward(layer, inputs, dy):
+LAYERS = {
+  "xla": functools.partial(moe_ffn, implementation="xla"),
+  "ragged_dot": ragged_dot_moe,
+}
+FORWARD = {name: jax.jit(layer) for name, layer in LAYERS.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward_backward(name, inputs, dy):
   """Returns y and the gradients of x, gates, w_gate_up, w_down."""
   x, expert_ids, *rest = inputs
-  y, pullback = jax.vjp(lambda x, *rest: layer(x, expert_ids, *rest), x, *rest)
+  y, pullback = jax.vjp(
+    lambda x, *rest: LAYERS[name](x, expert_ids, *rest), x, *rest
+  )
   return (y, *pullback(dy))
 
 
@@ -98,25 +108,24 @@ def relative_error(result, expected):
   return max(float(jax.jit(error)(a, b)) for a, b in pairs)
 
 
+@jax.jit
+def oracle(inputs, dy):
+  """y, dx and d_gates; the weights' gradients sum over all tokens."""
+  x, expert_ids, gates, *weights = inputs
+  y, pullback = jax.vjp(
+    lambda x, gates: reference.apply(x, expert_ids, gates, *weights), x, gates
+  )
+  return (y, *pullback(dy))
+
+
 def oracle_error(result, inputs, dy):
   """Compares y, dx and d_gates of sampled tokens with the oracle."""
   tokens = np.random.default_rng(1).integers(0, len(dy), SAMPLED_TOKENS)
   x, expert_ids, gates, *weights = inputs
   sampled = (x[tokens], expert_ids[tokens], gates[tokens], *weights)
 
-  @jax.jit
-  def expected(inputs, dy):
-    # The oracle's weight gradients are never made: its sum is over all tokens.
-    x, expert_ids, gates, *weights = inputs
-    y, pullback = jax.vjp(
-      lambda x, gates: reference.apply(x, expert_ids, gates, *weights),
-      x,
-      gates,
-    )
-    return (y, *pullback(dy))
-
   return relative_error(
-    [a[tokens] for a in result[:3]], expected(sampled, dy[tokens])
+    [a[tokens] for a in result[:3]], oracle(sampled, dy[tokens])
   )
 
 
@@ -125,33 +134,27 @@ def measure(shape, routing, dtype, on_gpu):
   T, H, I, E, K = shape  # noqa: E741
   inputs, dy = make_inputs(shape, routing, dtype)
   loads = np.bincount(np.asarray(inputs[1]).ravel(), minlength=E)
-  layers = {"xla": functools.partial(moe_ffn, implementation="xla")}
+  peers = ["xla"]
   if E * T * K * max(H, 2 * I) * dtype.itemsize <= PEER_BYTES:
-    layers["ragged_dot"] = ragged_dot_moe
-  steps = {
-    name: jax.jit(functools.partial(forward_backward, layer))
-    for name, layer in layers.items()
-  }
-  results = {name: step(inputs, dy) for name, step in steps.items()}
+    peers.append("ragged_dot")
+  results = {name: forward_backward(name, inputs, dy) for name in peers}
   errors = {name: oracle_error(r, inputs, dy) for name, r in results.items()}
   bound = 1e-4 if dtype == jnp.float32 else 2e-2
   for name, result in results.items():
     difference = relative_error(result, results["xla"])
     assert errors[name] < bound, (shape, routing, name, errors[name])
     assert difference < bound, (shape, routing, name, difference)
-  del results
-  calls = {
-    "forward": {name: jax.jit(layer) for name, layer in layers.items()},
-    "forward+backward": steps,
-  }
-  for direction, peers in calls.items():
-    arguments = inputs if direction == "forward" else (inputs, dy)
-    bound_calls = {
-      name: functools.partial(call, *arguments) for name, call in peers.items()
+  del results, result
+  for direction in ("forward", "forward+backward"):
+    calls = {
+      name: functools.partial(FORWARD[name], *inputs)
+      if direction == "forward"
+      else functools.partial(forward_backward, name, inputs, dy)
+      for name in peers
     }
-    for call in bound_calls.values():
+    for call in calls.values():
       jax.block_until_ready(call())
-    times = harness.median_ms(bound_calls, rounds=3 if on_gpu else 5)
+    times = harness.median_ms(calls)
     flops = (6 if direction == "forward" else 18) * T * K * H * I
     for name, ms in times.items():
       row = {

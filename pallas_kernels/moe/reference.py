@@ -30,14 +30,15 @@ def apply(
   def add_expert(y, expert):
     index, gate_up, down = expert
     chosen = expert_ids == index  # [T, K]
-    # A token that did not choose this expert may hold anything, even NaN.
+    # What a token that did not choose this expert holds, even NaN, must not
+    # reach the expert, nor must its cotangent: hence two selections.
     routed = chosen.any(axis=-1, keepdims=True)
     rows = jnp.where(routed, x.astype(jnp.float32), 0.0)
     gate = rows @ gate_up[:, 0].astype(jnp.float32)
     up = rows @ gate_up[:, 1].astype(jnp.float32)
     out = (jax.nn.silu(gate) * up) @ down.astype(jnp.float32)
     weight = jnp.where(chosen, gates, 0.0).sum(axis=-1, keepdims=True)
-    return y + weight * out, None
+    return y + jnp.where(routed, weight * out, 0.0), None
 
   experts = (jnp.arange(len(w_down)), w_gate_up, w_down)
   with jax.default_matmul_precision("highest"):

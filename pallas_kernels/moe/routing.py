@@ -3,7 +3,7 @@
 A *row* is one (token, k) pair, numbered t * K + k. A *slot* is a place for a
 row in the tiled layout that matrix multiplications walk: each tile holds rows
 of one expert, its last slots may be empty. The tables are a pure function of
-the expert ids, made of sorts, binary searches and gathers on the device: no
+the expert ids, made of sorts, comparisons and gathers on the device: no
 scatter, no read-back by the host, the same bits on every run.
 
 Not for communication: which rank owns an expert is decided by the caller, who
@@ -11,11 +11,15 @@ passes ids relative to the first expert that it holds.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
+
+# An int32 array, or what a tree transformation puts in its place.
+Table = Any
 
 
 @jax.tree_util.register_dataclass
@@ -33,11 +37,11 @@ class Routing:
       here.
   """
 
-  group_sizes: jax.Array
-  tile_expert: jax.Array
-  num_tiles: jax.Array
-  slot_row: jax.Array
-  row_slot: jax.Array
+  group_sizes: Table
+  tile_expert: Table
+  num_tiles: Table
+  slot_row: Table
+  row_slot: Table
 
 
 def max_tiles(rows: int, num_experts: int, tile: int, *, head: bool) -> int:
@@ -69,38 +73,36 @@ def route(
   Returns:
     The tables, see `Routing`.
   """
-  rows = expert_ids.size
   flat = expert_ids.reshape(-1).astype(jnp.int32)
-  row = jnp.arange(rows, dtype=jnp.int32)
   expert = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-  by_expert, order = lax.sort((expert, row), num_keys=1, is_stable=True)
-  _, position = lax.sort((order, row), num_keys=1)  # The inverse of `order`.
-
-  start = jnp.searchsorted(
-    by_expert, jnp.arange(num_experts + 1, dtype=jnp.int32)
-  ).astype(jnp.int32)
-  sizes = jnp.diff(start)
+  # A stable sort, with a mark sorted in before the rows of each expert: where
+  # the marks land is where groups begin, so no search is needed.
+  marks = _iota(num_experts + 1)
+  keys = jnp.concatenate([marks, expert])
+  _, order = lax.sort((keys, _iota(len(keys))), num_keys=1, is_stable=True)
+  _, position = lax.sort((order, _iota(len(keys))), num_keys=1)  # Its inverse.
+  start, position = jnp.split(position, [len(marks)])
+  sizes = jnp.diff(start) - 1
+  start, rows = start[:-1] + 1, len(expert)
   # Tiles after the head, and where each expert's begin.
   extra = jnp.maximum(-(-sizes // tile) - head, 0)
   extra_end = jnp.cumsum(extra, dtype=jnp.int32)
   extra_start = extra_end - extra
 
   heads = num_experts if head else 0
-  tail = jnp.arange(
-    max_tiles(rows, num_experts, tile, head=head) - heads, dtype=jnp.int32
+  tail = _iota(max_tiles(rows, num_experts, tile, head=head) - heads)
+  tail_expert = jnp.searchsorted(
+    extra_end, tail, side="right", method="compare_all"
   )
-  tail_expert = jnp.searchsorted(extra_end, tail, side="right")
   tail_expert = jnp.minimum(tail_expert.astype(jnp.int32), num_experts - 1)
   tail_nth = tail - extra_start[tail_expert] + head
-  tile_expert = jnp.concatenate(
-    [jnp.arange(heads, dtype=jnp.int32), tail_expert]
-  )
+  tile_expert = jnp.concatenate([_iota(heads), tail_expert])
   tile_nth = jnp.concatenate([jnp.zeros(heads, jnp.int32), tail_nth])
 
-  rank = tile_nth[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None]
+  rank = tile_nth[:, None] * tile + _iota(tile)[None]
   filled = rank < sizes[tile_expert][:, None]
   source = jnp.where(filled, start[tile_expert][:, None] + rank, 0)
-  slot_row = jnp.where(filled, order[source], -1).reshape(-1)
+  slot_row = jnp.where(filled, order[source] - len(marks), -1).reshape(-1)
 
   known = expert < num_experts
   owner = jnp.minimum(expert, num_experts - 1)
@@ -117,3 +119,7 @@ def route(
     slot_row=slot_row,
     row_slot=row_slot.reshape(expert_ids.shape),
   )
+
+
+def _iota(n):
+  return jnp.arange(n, dtype=jnp.int32)
