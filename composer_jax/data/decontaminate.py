@@ -8,8 +8,8 @@ the words of comments: with numbers and punctuation in, one matrix
 shares by accident in the standard library and 100 MB of popular packages; at 11
 two do (nested `for i in range(n)`). Every prompt is longer than that. 40 of the
 164 solutions are shorter: alone they are idioms, and half of those are caught
-together with their signature, all with their prompt. A copy with its names changed is
-not caught.
+together with their signature, all with their prompt. A copy with its names
+changed is not caught.
 
 Problems are from Chen et al. 2021 (https://arxiv.org/abs/2107.03374).
 """
