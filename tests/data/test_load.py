@@ -253,3 +253,28 @@ def test_stages_are_timed(code, tmp_path, caplog):
     load_data(config(code), tmp_path / "data")
   for stage in ("read", "near-duplicates", "train tokenizer", "pack"):
     assert f"{stage}: " in caplog.text
+
+
+def test_a_budget_of_bytes_leaves_the_shares_as_they_are(tmp_path):
+  source = tmp_path / "source"
+  source.mkdir()
+  for i in range(400):
+    body = "\n".join(
+      f"value_{i}_{j} = {i * j} + name_{i + j}" for j in range(9)
+    )
+    (source / f"file_{i}.py").write_text(body)
+  config = DataConfig(
+    sources=(str(source),),
+    max_bytes=sum(f.stat().st_size for f in source.iterdir()) // 2,
+    validation_fraction=0.25,
+    near_duplicate_threshold=0.0,
+    decontaminate=False,
+    vocab_size=320,
+    seq_len=64,
+  )
+  report = load_data(config, tmp_path / "data").report
+  train, held_out = (
+    report[side]["documents"] for side in ("train", "validation")
+  )
+  assert 180 < train + held_out < 220
+  assert 0.15 < held_out / (train + held_out) < 0.35
