@@ -64,7 +64,7 @@ def moe_ffn(
   _check(x, expert_ids, gates, w_gate_up, w_down)
   out_dtype = jnp.dtype(out_dtype or x.dtype)
   if expert_ids.size == 0:
-    return jnp.zeros(x.shape, out_dtype)
+    return jnp.zeros_like(x, out_dtype)
   apply = _pick(implementation, x=x, w_gate_up=w_gate_up, w_down=w_down)
   arrays = _vary_alike(x, expert_ids, gates, w_gate_up, w_down)
   if axis_name is None:

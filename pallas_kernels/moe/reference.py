@@ -42,5 +42,5 @@ def apply(
 
   experts = (jnp.arange(len(w_down)), w_gate_up, w_down)
   with jax.default_matmul_precision("highest"):
-    y, _ = lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), experts)
+    y, _ = lax.scan(add_expert, jnp.zeros_like(x, jnp.float32), experts)
   return y.astype(out_dtype or x.dtype)

@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe import routing
+from pallas_kernels.moe.movement import at_slots, combine, take
 
 
 def cannot_run(**_) -> str:
@@ -71,114 +72,89 @@ def apply(
   Returns:
     The combined expert outputs, [T, H].
   """
-  rows = expected_rows or expert_ids.size
-  tile = tile_rows(rows, len(w_down))
-  # Fewer rows than experts: the head would read weights that nobody needs.
-  head = rows >= len(w_down)
-  return _moe(
-    tile, head, jnp.dtype(out_dtype or x.dtype), x, expert_ids, gates,
-    w_gate_up, w_down,
-  )  # fmt: skip
+  experts, rows = len(w_down), expected_rows or expert_ids.size
+  # With fewer rows than experts, a head would read weights nobody needs.
+  heads = experts if rows >= experts else 0
+  static = (tile_rows(rows, experts), heads, jnp.dtype(out_dtype or x.dtype))
+  return _moe(*static, x, expert_ids, gates, w_gate_up, w_down)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _moe(tile, head, out_dtype, *args):
-  return _forward(tile, head, out_dtype, *args)[0]
+def _moe(tile, heads, out_dtype, *arrays):
+  return _forward(tile, heads, out_dtype, *arrays)[0]
 
 
-def _forward(tile, head, out_dtype, x, expert_ids, gates, w_gate_up, w_down):
-  experts, top_k = len(w_down), expert_ids.shape[1]
-  table = routing.route(expert_ids, experts, tile, head=head)
+def _forward(tile, heads, out_dtype, x, expert_ids, gates, w_gate_up, w_down):
+  table = routing.route(expert_ids, len(w_down), tile, head=heads > 0)
   tiles = table.slot_row.reshape(-1, tile)
-  heads = experts if head else 0
+  token = jnp.where(tiles < 0, -1, tiles // expert_ids.shape[1])
 
-  def rows_of(tile_slots):
-    return _take(x, tile_slots, divide=top_k)
-
-  gate_up = _gate_up(rows_of(tiles[:heads]), w_gate_up[:heads])
+  gate_up = _gate_up(take(x, token[:heads]), w_gate_up[:heads])
   y_head = _down(_swiglu(gate_up), w_down[:heads])
 
   def tail_tile(i, y_tail):
     expert = table.tile_expert[i]
-    rows = rows_of(tiles[i][None])
-    y = _down(_swiglu(_gate_up(rows, _pick(w_gate_up, expert))),
-              _pick(w_down, expert))  # fmt: skip
-    return lax.dynamic_update_index_in_dim(y_tail, y[0], i - heads, 0)
+    gate_up = _gate_up(take(x, token[i][None]), _pick(w_gate_up, expert))
+    y = _down(_swiglu(gate_up), _pick(w_down, expert))
+    return lax.dynamic_update_slice_in_dim(y_tail, y, i - heads, 0)
 
-  y_tail = _zeros((len(tiles) - heads, tile, x.shape[1]), x.dtype, like=x)
+  tail = (len(tiles) - heads, tile, x.shape[1])
+  y_tail = jnp.zeros_like(x, shape=tail)
   y_tail = _tail_loop(heads, table, tail_tile, y_tail)
-  y = _combine(table.row_slot, y_head, y_tail, gates)
-  residuals = (x, gates, w_gate_up, w_down, table, gate_up)
-  return y.astype(out_dtype), residuals
+  y = combine(table.row_slot, y_head, y_tail, gates)
+  return y.astype(out_dtype), (x, gates, w_gate_up, w_down, table, gate_up)
 
 
-def _backward(tile, head, out_dtype, residuals, dy):
+def _backward(tile, heads, out_dtype, residuals, dy):
   del out_dtype
   x, gates, w_gate_up, w_down, table, gate_up = residuals
-  experts, top_k = len(w_down), gates.shape[1]
   tiles = table.slot_row.reshape(-1, tile)
-  heads = experts if head else 0
-  dy = dy.astype(x.dtype)
-  flat_gates = gates.reshape(-1)
+  token = jnp.where(tiles < 0, -1, tiles // gates.shape[1])
+  dy, flat_gates = dy.astype(x.dtype), gates.reshape(-1)
 
-  def backward_of(tile_slots, gate_up, w_gate_up, w_down):
-    """Gradients of some tiles: d_rows, d_gates, d_w_gate_up, d_w_down."""
-    rows = _take(x, tile_slots, divide=top_k)
-    d_rows = _take(dy, tile_slots, divide=top_k)
-    weight = _take(flat_gates, tile_slots)[..., None]
-    if gate_up is None:
-      gate_up = _gate_up(rows, w_gate_up)
-    gate, up = _split(gate_up)
-    sigmoid = jax.nn.sigmoid(gate)
-    silu = gate * sigmoid
-    act = silu * up
-    d_act = _einsum("eth,eih->eti", d_rows, w_down, jnp.float32)
-    d_gate = (d_act * act).sum(axis=-1)
-    d_act = weight * d_act
-    d_gate_up = jnp.stack(
-      [d_act * up * (sigmoid + silu * (1 - sigmoid)), d_act * silu], axis=-2
-    ).astype(x.dtype)
-    act = (weight * act).astype(x.dtype)
+  def inputs(which):
     return (
-      _einsum("etgi,ehgi->eth", d_gate_up, w_gate_up, x.dtype),
-      d_gate,
-      _einsum("eth,etgi->ehgi", rows, d_gate_up, jnp.float32),
-      _einsum("eti,eth->eih", act, d_rows, jnp.float32),
+      take(x, token[which]),
+      take(dy, token[which]),
+      take(flat_gates, tiles[which])[..., None],
     )
 
-  dx_head, dg_head, dw_gate_up, dw_down = backward_of(
-    tiles[:heads], gate_up, w_gate_up[:heads], w_down[:heads]
+  dx_head, dg_head, *d_weights = _gradients(
+    *inputs(slice(heads)), gate_up, w_gate_up[:heads], w_down[:heads]
   )
-  if not head:
-    dw_gate_up = _zeros(w_gate_up.shape, jnp.float32, like=x)
-    dw_down = _zeros(w_down.shape, jnp.float32, like=x)
+  if not heads:
+    d_weights = [jnp.zeros_like(w, jnp.float32) for w in (w_gate_up, w_down)]
 
   def tail_tile(i, carry):
-    dx_tail, dg_tail, dw_gate_up, dw_down = carry
     expert = table.tile_expert[i]
-    d_rows, d_gate, d_gate_up, d_down = backward_of(
-      tiles[i][None], None, _pick(w_gate_up, expert), _pick(w_down, expert)
+    rows, d_rows, weight = inputs(i[None])
+    up, down = _pick(w_gate_up, expert), _pick(w_down, expert)
+    gate_up = _gate_up(rows, up)
+    parts = _gradients(rows, d_rows, weight, gate_up, up, down)
+    at_tail = functools.partial(
+      lax.dynamic_update_slice_in_dim, start_index=i - heads, axis=0
     )
+    dx_tail, dg_tail, d_gate_up, d_down = carry
     return (
-      lax.dynamic_update_index_in_dim(dx_tail, d_rows[0], i - heads, 0),
-      lax.dynamic_update_index_in_dim(dg_tail, d_gate[0], i - heads, 0),
-      _add_at(dw_gate_up, expert, d_gate_up),
-      _add_at(dw_down, expert, d_down),
+      at_tail(dx_tail, parts[0]),
+      at_tail(dg_tail, parts[1]),
+      _add_at(d_gate_up, expert, parts[2]),
+      _add_at(d_down, expert, parts[3]),
     )
 
   tail = (len(tiles) - heads, tile)
-  dx_tail = _zeros((*tail, x.shape[1]), x.dtype, like=x)
-  dg_tail = _zeros(tail, jnp.float32, like=x)
-  carry = (dx_tail, dg_tail, dw_gate_up, dw_down)
-  dx_tail, dg_tail, dw_gate_up, dw_down = _tail_loop(
-    heads, table, tail_tile, carry
+  dx_tail = jnp.zeros_like(x, shape=(*tail, x.shape[1]))
+  dg_tail = jnp.zeros_like(gates, shape=tail)
+  dx_tail, dg_tail, d_gate_up, d_down = _tail_loop(
+    heads, table, tail_tile, (dx_tail, dg_tail, *d_weights)
   )
-  dx = _combine(table.row_slot, dx_head, dx_tail)
-  d_gates = _at_slots(table.row_slot, dg_head, dg_tail)
   return (
-    dx.astype(x.dtype), None, d_gates,
-    dw_gate_up.astype(w_gate_up.dtype), dw_down.astype(w_down.dtype),
-  )  # fmt: skip
+    combine(table.row_slot, dx_head, dx_tail).astype(x.dtype),
+    None,
+    at_slots(table.row_slot, dg_head, dg_tail),
+    d_gate_up.astype(w_gate_up.dtype),
+    d_down.astype(w_down.dtype),
+  )
 
 
 _moe.defvjp(_forward, _backward)
@@ -214,46 +190,44 @@ def _down(act, w_down):
   return _einsum("eti,eih->eth", act, w_down, act.dtype)
 
 
-def _split(gate_up):
-  gate_up = gate_up.astype(jnp.float32)
-  return gate_up[..., 0, :], gate_up[..., 1, :]
-
-
 def _swiglu(gate_up):
   gate, up = _split(gate_up)
   return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
-def _take(array, index, divide=1):
-  """array[index // divide], zeros where index is -1."""
-  return array.at[index // divide].get(
-    mode="fill", fill_value=0, wrap_negative_indices=False
+def _split(gate_up):
+  gate_up = gate_up.astype(jnp.float32)
+  return gate_up[..., 0, :], gate_up[..., 1, :]
+
+
+def _gradients(rows, d_rows, weight, gate_up, w_gate_up, w_down):
+  """Gradients of some tiles: of the rows, their gates and both weights.
+
+  Args:
+    rows: [tiles, tile, H], the dispatched tokens.
+    d_rows: [tiles, tile, H], the tokens' output gradients, unweighted.
+    weight: [tiles, tile, 1], the gates.
+    gate_up: [tiles, tile, 2, I], the pre-activations.
+    w_gate_up: [tiles, H, 2, I], the weights of each tile's expert.
+    w_down: [tiles, I, H], likewise.
+  """
+  gate, up = _split(gate_up)
+  sigmoid = jax.nn.sigmoid(gate)
+  silu = gate * sigmoid
+  act = silu * up
+  d_act = _einsum("eth,eih->eti", d_rows, w_down, jnp.float32)
+  d_weight = (d_act * act).sum(axis=-1)
+  d_act = weight * d_act
+  d_gate_up = jnp.stack(
+    [d_act * up * (sigmoid + silu * (1 - sigmoid)), d_act * silu], axis=-2
+  ).astype(rows.dtype)
+  act = (weight * act).astype(rows.dtype)
+  return (
+    _einsum("etgi,ehgi->eth", d_gate_up, w_gate_up, rows.dtype),
+    d_weight,
+    _einsum("eth,etgi->ehgi", rows, d_gate_up, jnp.float32),
+    _einsum("eti,eth->eih", act, d_rows, jnp.float32),
   )
-
-
-def _at_slots(slots, head, tail):
-  """Reads slots from the head's and the tail's tiles; zeros where -1."""
-  head, tail = (a.reshape(-1, *a.shape[2:]) for a in (head, tail))
-  in_tail = jnp.where(slots >= len(head), slots - len(head), -1)
-  in_head = jnp.where(slots < len(head), slots, -1)
-  if not len(tail):
-    return _take(head, in_head)
-  if not len(head):
-    return _take(tail, in_tail)
-  is_tail = (slots >= len(head)).reshape(*slots.shape, *[1] * (head.ndim - 1))
-  return jnp.where(is_tail, _take(tail, in_tail), _take(head, in_head))
-
-
-def _combine(row_slot, head, tail, gates=None):
-  """Sums each token's rows in k order, in float32, gates applied if given."""
-  y = 0.0
-  for k in range(row_slot.shape[1]):
-    slots = row_slot[:, k]
-    rows = _at_slots(slots, head, tail).astype(jnp.float32)
-    if gates is not None:  # A gate that has no expert may be NaN.
-      rows = jnp.where(slots >= 0, gates[:, k], 0.0)[:, None] * rows
-    y += rows
-  return y
 
 
 def _pick(weights, expert):
@@ -264,10 +238,3 @@ def _add_at(total, expert, part):
   """total[expert] += part[0], as a slice: `.at[].add` would be a scatter."""
   part = lax.dynamic_slice_in_dim(total, expert, 1) + part
   return lax.dynamic_update_slice_in_dim(total, part, expert, 0)
-
-
-def _zeros(shape, dtype, like):
-  """Zeros that vary over the mesh axes that `like` varies over (shard_map)."""
-  zeros = jnp.zeros(shape, dtype)
-  varying = tuple(jax.typeof(like).manual_axis_type.varying)
-  return lax.pcast(zeros, varying, to="varying") if varying else zeros

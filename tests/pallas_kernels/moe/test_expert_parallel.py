@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.moe import moe_ffn
 from tests.pallas_kernels.moe import cases
@@ -62,3 +62,19 @@ def test_equals_one_device(experts, check_vma):
   again = jax.block_until_ready(forward_backward(layer, arguments, dy))
   for name, a, b in zip(cases.NAMES, result, again, strict=True):
     np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_the_compiler_may_split_the_expert_width():
+  (x, ids, gates, w_gate_up, w_down), dy = problem()
+  mesh = Mesh(jax.devices()[:8], ("tensor",), axis_types=(AxisType.Auto,))
+  split_up = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
+  split_down = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+  arguments = (
+    *jax.device_put((x, ids, gates), NamedSharding(mesh, COPIED)),
+    jax.device_put(w_gate_up, split_up),
+    jax.device_put(w_down, split_down),
+  )
+  result = jax.block_until_ready(forward_backward(moe_ffn, arguments, dy))
+  expected = cases.oracle(arguments, dy)
+  for name, a, b in zip(cases.NAMES, result, expected, strict=True):
+    assert cases.relative_error(a, b) < 2e-6, name
