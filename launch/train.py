@@ -29,7 +29,9 @@ _COORDINATOR = flags.DEFINE_string(
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Of this run.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "From 0.")
 _PROFILE = flags.DEFINE_string(
-  "profile", None, "FIRST:LAST, a window of steps to trace into workdir."
+  "profile",
+  None,
+  "FIRST:LAST, a window of steps to trace into workdir; steps count from 1.",
 )
 
 
@@ -70,8 +72,10 @@ def _window(text: str | None) -> tuple[int, int] | None:
   if text is None:
     return None
   first, _, last = text.partition(":")
-  if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-    raise ConfigError(f"--profile must be FIRST:LAST, got {text!r}")
+  if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+    raise ConfigError(
+      f"--profile must be FIRST:LAST, steps counted from 1; got {text!r}"
+    )
   return int(first), int(last)
 
 

@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(RuntimeError):
-  """The loss is NaN or infinite; says at which step, and on which documents."""
+  """Loss, gradient or weights are NaN or infinite; says since which step."""
 
 
 @dataclasses.dataclass
@@ -91,11 +91,12 @@ def train(
   Args:
     config: what to do.
     workdir: where to leave it.
-    profile: first and last step of a window to trace with JAX's profiler.
+    profile: first and last step, counted from 1, of a window to trace with
+      JAX's profiler into `workdir`.
 
   Raises:
     ValueError: the config doesn't fit itself, the data or the devices.
-    NonFiniteLossError: the loss is no longer a number.
+    NonFiniteLossError: loss, gradient or weights are no longer numbers.
   """
   workdir = Path(workdir).expanduser().absolute()
 
@@ -105,6 +106,8 @@ def train(
     mesh, config.batch_size // config.accumulate
   )
   _log.info("Mesh %s on %s", dict(mesh.shape), jax.devices()[0].device_kind)
+  # On a CPU it is measured, on one device: not where the mesh is set.
+  peak = peak_flops(jax.local_devices()[0]) * jax.device_count()
 
   # ------------------------------------------------------------------- data
   data = load_data(config.data, config.data_folder or workdir / "data")
@@ -134,7 +137,7 @@ def train(
       start, state, meta = restored
       _log.info("Resuming at step %d", start)
     else:
-      start, meta = 0, {"history": [], "seconds": 0.0}
+      start, meta = 0, {"history": [], "seconds": 0.0, "tokens": 0.0}
       state = _fresh_state(model, optimizer, abstract, config)
 
     # ------------------------------------------------------------ compilation
@@ -152,22 +155,26 @@ def train(
 
     # ------------------------------------------------------------------- loop
     flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
-    peak = peak_flops(jax.local_devices()[0]) * jax.device_count()
     history = [tuple(point) for point in meta["history"]]
     meter = Meter()
     split = TimeSplit()
-    finished = True
+    finished, tracing = True, False
 
     with MetricWriter(
-      workdir, jax.process_index(), resumed_step=start
+      workdir,
+      jax.process_index(),
+      # A run that left no checkpoint starts its log afresh, too.
+      resumed_step=start if restored else -1,
     ) as writer:
       if not history:
         history.append((start, evaluate(state)))
         writer.write(start, {"validation/bits_per_byte": history[-1][1]})
         _log_validation(history)
       for step in range(start, config.num_steps):
-        if profile and step == profile[0]:
+        done = step + 1
+        if profile and done == profile[0]:
           jax.profiler.start_trace(workdir)
+          tracing = True
         with split.phase("data"):
           local = next(loader)
           batch = _to_devices(local, batch_sharding)
@@ -175,38 +182,40 @@ def train(
           state, metrics = train_step(state, batch)
           # Waits for the step before, so that two are in flight at most.
           meter.push(step, metrics, data.train, local["row"])
-        done = step + 1
         last = done == config.num_steps
-        if profile and step == profile[1]:
+        stopping = stop.stop_requested(done) and not last
+        if tracing and (last or stopping or done == profile[1]):
           jax.block_until_ready(state)
           jax.profiler.stop_trace()
-        stopping = stop.stop_requested(done) and not last
+          tracing = False
         evaluating = last or done % config.eval_every == 0
         saving = last or stopping or done % config.checkpoint_every == 0
         logging_now = last or stopping or done % config.log_every == 0
         if logging_now or evaluating or saving:
           with split.phase("step"):
-            meter.flush()  # a state is saved only if its loss is a number
+            meter.flush()  # only finite weights are evaluated and saved
         if evaluating:
           with split.phase("eval"):
             history.append((done, evaluate(state)))
             writer.write(done, {"validation/bits_per_byte": history[-1][1]})
             _log_validation(history)
-        if saving:
+        if logging_now:
+          values = meter.pop(split, flops_per_token / peak)
+          values["tokens"] = meta["tokens"] + meter.tokens
+          values["learning_rate"] = float(schedule(step))
+          writer.write(done, values)
+          _log.info(format_line(done, config.num_steps, values))
+        if saving:  # after the log, which a resumed run takes up from here
           with split.phase("checkpoint"):
             seconds = meta["seconds"] + time.perf_counter() - began
+            tokens = meta["tokens"] + meter.tokens
             checkpoints.save(
               done,
               state,
               loader,
-              {"history": history, "seconds": seconds},
+              {"history": history, "seconds": seconds, "tokens": tokens},
               force=True,
             )
-        if logging_now:
-          values = meter.pop(split, flops_per_token / peak)
-          values["learning_rate"] = float(schedule(step))
-          writer.write(done, values)
-          _log.info(format_line(done, config.num_steps, values))
         if stopping:
           _log.info("Stopped at step %d; the same command resumes", done)
           finished = False
@@ -229,18 +238,21 @@ class Meter:
   Reading a step's metrics waits for the step; reading them when the next one
   has been dispatched keeps the device busy, and finds a NaN one step late at
   most. Values are means over the tokens since the last line.
+
+  Attributes:
+    tokens: of all steps whose metrics were read.
   """
 
   def __init__(self):
+    self.tokens = 0.0
     self._pending: tuple | None = None
     self._seen: list[dict[str, Any]] = []
-    self._tokens = 0.0
     self._seconds = 0.0
 
   @property
   def tokens_per_second(self) -> float:
-    """Over all that was popped, evaluations and checkpoints left out."""
-    return self._tokens / max(self._seconds, 1e-9)
+    """Over all steps, evaluations and checkpoints left out."""
+    return self.tokens / max(self._seconds, 1e-9)
 
   def push(
     self, step: int, metrics: dict, rows: PackedRows, indices: np.ndarray
@@ -253,17 +265,20 @@ class Meter:
     """Reads the last step's metrics.
 
     Raises:
-      NonFiniteLossError: its loss is not a number.
+      NonFiniteLossError: its loss, gradient or new weights aren't finite.
     """
     if self._pending is None:
       return
     step, metrics, rows, indices = self._pending
     self._pending = None
     metrics = jax.device_get(metrics)
-    if not np.isfinite(metrics["loss"] + metrics["grad_norm"]):
+    # The loss of this step says nothing of the weights that it made.
+    watched = [metrics[name] for name in ("loss", "grad_norm", "param_norm")]
+    if not np.isfinite(watched).all():
       raise NonFiniteLossError(
         _explain_non_finite(step, metrics, rows, indices)
       )
+    self.tokens += float(metrics["tokens"])
     self._seen.append(metrics)
 
   def pop(self, split: TimeSplit, mfu_per_rate: float) -> dict[str, float]:
@@ -279,7 +294,6 @@ class Meter:
     )
     seen, self._seen = self._seen, []
     tokens = sum(float(m["tokens"]) for m in seen)
-    self._tokens += tokens
     self._seconds += busy
     rate = tokens / busy
     values = {
@@ -296,7 +310,6 @@ class Meter:
       for layer, worst in enumerate(share.max(axis=1)):
         values[f"load/layer_{layer}_max"] = float(worst)
     values |= {
-      "tokens": self._tokens,
       "tokens_per_second": rate,
       "mfu": rate * mfu_per_rate,
       "seconds_per_step": period / len(seen),
@@ -397,8 +410,9 @@ def _explain_non_finite(
   if len(documents) > 8:
     shown += f" and {len(documents) - 8} more"
   return (
-    f"Step {step + 1} gave loss {float(metrics['loss'])} and gradient norm"
-    f" {float(metrics['grad_norm'])}; its batch came from {shown}. The last"
+    f"Step {step + 1} gave loss {float(metrics['loss'])}, gradient norm"
+    f" {float(metrics['grad_norm'])} and parameter norm"
+    f" {float(metrics['param_norm'])}; its batch came from {shown}. The last"
     " checkpoint is from before: lower optimizer.learning_rate, or look at"
     " those files, and run the same command again."
   )

@@ -98,8 +98,9 @@ def make_train_step(
   """Makes `(state, batch) -> (state, metrics)`, to be jitted.
 
   Metrics are scalars on the device: `loss` (nats a token), `bits_per_byte`,
-  `tokens`, `grad_norm`, and for MoE models `z_loss`, `imbalance` (of the worst
-  layer) and `load`, tokens an expert and layer.
+  `tokens`, `grad_norm`, `param_norm` (after the update), and for MoE models
+  `z_loss`, `imbalance` (of the worst layer) and `load`, tokens an expert and
+  layer.
   """
   moe_layers = max(1, model.config.num_moe_layers)
 
@@ -137,6 +138,7 @@ def make_train_step(
       (grads, sums), _ = jax.lax.scan(add, zeros, micro_batches)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    new_params = optax.apply_updates(state.params, updates)
     balance_state = jax.tree.map(
       lambda bias: balance(bias, sums.load, config.balance_rate), state.balance
     )
@@ -145,6 +147,7 @@ def make_train_step(
       "bits_per_byte": sums.nats / jnp.log(2.0) / jnp.maximum(sums.bytes, 1.0),
       "tokens": sums.tokens,
       "grad_norm": grad_norm(opt_state),
+      "param_norm": optax.tree.norm(new_params),
     }
     if sums.load is not None:
       metrics |= {
@@ -154,7 +157,7 @@ def make_train_step(
       }
     state = TrainState(
       step=state.step + 1,
-      params=optax.apply_updates(state.params, updates),
+      params=new_params,
       balance=balance_state,
       opt_state=opt_state,
     )
