@@ -13,6 +13,7 @@ folders or wheels with --config.data.sources. Variants, after a colon:
 import dataclasses
 import sysconfig
 
+import jax
 from ml_collections import ConfigDict
 
 from composer_jax.data import DataConfig
@@ -40,10 +41,9 @@ def get_config(variant: str = "") -> ConfigDict:
           name="muon", learning_rate=1e-3, warmup_steps=100, decay_fraction=0.5
         ),
         mesh=MeshConfig(),
-        batch_size=64,
+        batch_size=32,
         num_steps=4000,
-        accumulate=2,
-        balance_rate=0.002,
+        balance_rate=0.005,
         eval_every=250,
         eval_batches=16,
         log_every=10,
@@ -52,6 +52,8 @@ def get_config(variant: str = "") -> ConfigDict:
     )
   )
   config.data.vocab_size = config.model.get_ref("vocab_size")
+  if jax.default_backend() == "gpu":
+    config.model.attention_kernel = "cudnn"
   match variant:
     case "":
       pass

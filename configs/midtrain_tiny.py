@@ -45,7 +45,8 @@ def get_config(variant: str = "") -> ConfigDict:
   match variant:
     case "" | "demo":
       if variant:
-        config.num_steps = 600
+        config.update(num_steps=500, eval_every=100)
+        config.data.validation_fraction = 0.03
     case "runlocal":
       config.update(num_steps=6, log_every=2, eval_every=3, eval_batches=2)
       config.update(checkpoint_every=3, batch_size=8)

@@ -11,6 +11,8 @@ import numpy as np
 
 from composer_jax.data.rows import PackedRows
 
+_MANY_ROWS = 2**53
+
 
 def make_loader(
   rows: PackedRows,
@@ -61,7 +63,8 @@ def make_loader(
   order = grain.MapDataset.range(len(rows))
   if shuffle:
     order = order.shuffle(seed=seed)
-  order = order.repeat(num_epochs)
+  # No end: more epochs than anyone will see, and few enough to count rows.
+  order = order.repeat(num_epochs or _MANY_ROWS // len(rows))
   if num_epochs is not None and len(order) % batch_size:
     blanks = batch_size - len(order) % batch_size
     order = grain.MapDataset.concatenate(

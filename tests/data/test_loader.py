@@ -55,6 +55,12 @@ def test_each_epoch_is_another_permutation_of_all_rows():
   assert first != second
 
 
+def test_single_rows_without_end():
+  batches = take(make_loader(ROWS, batch_size=1, seed=0), 2 * len(ROWS))
+  rows = sorted(int(batch["row"][0]) for batch in batches)
+  assert rows == sorted(2 * list(range(len(ROWS))))
+
+
 def test_seed_decides():
   def rows(seed):
     loader = make_loader(ROWS, batch_size=4, seed=seed)
