@@ -142,13 +142,22 @@ def train(
 
     # ------------------------------------------------------------ compilation
     began = time.perf_counter()
-    train_step = jax.jit(
-      make_train_step(model, optimizer, config, data.tokenizer.token_bytes),
-      donate_argnums=0,
-      out_shardings=(
-        state_lib.shardings_of(abstract),
-        sharding.replicated(mesh),
-      ),
+    train_step = (
+      jax.jit(
+        make_train_step(model, optimizer, config, data.tokenizer.token_bytes),
+        donate_argnums=0,
+        out_shardings=(
+          state_lib.shardings_of(abstract),
+          sharding.replicated(mesh),
+        ),
+      )
+      .lower(abstract, _abstract_batch(config, batch_sharding))
+      .compile()
+    )
+    _log.info(
+      "Compiled in %.0f s; a step needs %.2f GB a device",
+      time.perf_counter() - began,
+      _bytes_needed(train_step) / 1e9,
     )
     evaluate = _make_evaluate(config, model, data, batch_sharding)
     _log.info("Training from step %d to %d", start, config.num_steps)
@@ -157,7 +166,6 @@ def train(
     flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
     history = [tuple(point) for point in meta["history"]]
     meter = Meter()
-    split = TimeSplit()
     finished, tracing = True, False
 
     with MetricWriter(
@@ -170,6 +178,7 @@ def train(
         history.append((start, evaluate(state)))
         writer.write(start, {"validation/bits_per_byte": history[-1][1]})
         _log_validation(history)
+      split = TimeSplit()
       for step in range(start, config.num_steps):
         done = step + 1
         if profile and done == profile[0]:
@@ -383,6 +392,26 @@ def _to_devices(
       jax.make_array_from_process_local_data(batch_sharding, local[name])
       for name in Batch._fields
     )
+  )
+
+
+def _abstract_batch(
+  config: TrainConfig, batch_sharding: jax.sharding.NamedSharding
+) -> Batch:
+  shape = (config.batch_size, config.data.seq_len)
+  ids = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding)
+  mask = jax.ShapeDtypeStruct(shape, bool, sharding=batch_sharding)
+  return Batch(**dict.fromkeys(Batch._fields, ids) | {"loss_mask": mask})
+
+
+def _bytes_needed(compiled: jax.stages.Compiled) -> int:
+  """A device's memory for arguments, results and everything between."""
+  memory = compiled.memory_analysis()
+  return (
+    memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes
   )
 
 
