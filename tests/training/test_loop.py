@@ -36,7 +36,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, quick_compilation):
   folder = tmp_path_factory.mktemp("loop")
   (folder / "code").mkdir()
   for count in range(4, 24):

@@ -43,6 +43,7 @@ GATE_UP_SHARDS = {
   "tensor 2, expert 4": (2, 2, 32, 2, 8),
   "data 2, fsdp 2, tensor 2": (2, 8, 16, 2, 8),
 }
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 on_every_mesh = pytest.mark.parametrize("name", MESHES)
 
 
