@@ -106,7 +106,9 @@ def _lookup_bwd(residuals, d_rows):
 
   def scatter(ids, d_rows):
     zeros = jnp.zeros((vocab, d_rows.shape[-1]), jnp.float32)
-    return zeros.at[ids].add(d_rows.astype(jnp.float32))
+    d_table = zeros.at[ids].add(d_rows.astype(jnp.float32))
+    # Each device adds up its own rows; the table is split afterwards.
+    return sharding.constrain(d_table, None, None)
 
   def one_hot(ids, d_rows):
     hot = jax.nn.one_hot(ids, vocab, dtype=d_rows.dtype)

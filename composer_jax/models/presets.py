@@ -22,7 +22,7 @@ def tiny() -> ModelConfig:
     num_layers=4,
     num_dense_layers=1,
     dense_dim=384,
-    attention=GqaConfig(num_heads=2, num_kv_heads=1, head_dim=64, qk_norm=True),
+    attention=GqaConfig(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm=True),
     moe=MoeConfig(
       num_experts=8,
       expert_dim=128,

@@ -160,18 +160,18 @@ class Checkpoints:
     self.close()
 
 
-def restore_params(
-  folder: str | os.PathLike, abstract_params: PyTree
-) -> PyTree:
-  """Reads only the weights from the latest checkpoint of another run.
+def restore_parts(
+  folder: str | os.PathLike, abstract: dict[str, PyTree]
+) -> dict[str, PyTree]:
+  """Reads some entries of the state in the latest checkpoint of another run.
 
   Args:
     folder: the other run's checkpoint folder.
-    abstract_params: a `jax.ShapeDtypeStruct` with a sharding for each weight,
-      in the structure that the state had under `params`.
+    abstract: a top-level entry of the state ("params", say) to its structure,
+      with a `jax.ShapeDtypeStruct` with a sharding for each array.
 
   Returns:
-    The weights, in the given shardings.
+    The entries, in the given shardings.
 
   Raises:
     CheckpointError: no checkpoint there, or other paths, shapes or dtypes.
@@ -181,23 +181,21 @@ def restore_params(
   if not steps:
     raise CheckpointError(f"no checkpoint in {folder}")
   path = folder / str(max(steps)) / "state"
-  wanted = {"params": abstract_params}
   handler = ocp.PyTreeCheckpointHandler()
   _check(
     handler.metadata(path),
-    wanted,
+    abstract,
     path,
     remedy="use the model config that wrote it",
   )
-  restored = handler.restore(
+  return handler.restore(
     path,
     args=ocp.args.PyTreeRestore(
-      wanted,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+      abstract,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
       partial_restore=True,
     ),
   )
-  return restored["params"]
 
 
 def _check(metadata, abstract: PyTree, path: epath.Path, *, remedy: str):

@@ -33,7 +33,7 @@ from composer_jax.models import (
   train_flops_per_token,
 )
 from composer_jax.training import state as state_lib
-from composer_jax.training.checkpoint import Checkpoints, restore_params
+from composer_jax.training.checkpoint import Checkpoints, restore_parts
 from composer_jax.training.config import TrainConfig
 from composer_jax.training.metrics import (
   MetricWriter,
@@ -137,8 +137,12 @@ def train(
       start, state, meta = restored
       _log.info("Resuming at step %d", start)
     else:
-      start, meta = 0, {"history": [], "seconds": 0.0, "tokens": 0.0}
+      start, meta = 0, {"history": [], "tokens": 0.0}
       state = _fresh_state(model, optimizer, abstract, config)
+
+    history = [tuple(point) for point in meta["history"]]
+    if start >= config.num_steps:
+      return Result(model, state, data, mesh, history, 0.0, finished=True)
 
     # ------------------------------------------------------------ compilation
     began = time.perf_counter()
@@ -164,7 +168,6 @@ def train(
 
     # ------------------------------------------------------------------- loop
     flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
-    history = [tuple(point) for point in meta["history"]]
     meter = Meter()
     finished, tracing = True, False
 
@@ -216,15 +219,9 @@ def train(
           _log.info(format_line(done, config.num_steps, values))
         if saving:  # after the log, which a resumed run takes up from here
           with split.phase("checkpoint"):
-            seconds = meta["seconds"] + time.perf_counter() - began
             tokens = meta["tokens"] + meter.tokens
-            checkpoints.save(
-              done,
-              state,
-              loader,
-              {"history": history, "seconds": seconds, "tokens": tokens},
-              force=True,
-            )
+            facts = {"history": history, "tokens": tokens}
+            checkpoints.save(done, state, loader, facts, force=True)
         if stopping:
           _log.info("Stopped at step %d; the same command resumes", done)
           finished = False
@@ -332,11 +329,15 @@ def _fresh_state(
   abstract: state_lib.TrainState,
   config: TrainConfig,
 ) -> state_lib.TrainState:
-  params = None
+  given = None
   if config.init_from:
-    params = restore_params(config.init_from, abstract.params)
+    # The selection bias too: it decides where tokens go.
+    given = restore_parts(
+      config.init_from,
+      {"params": abstract.params, "balance": abstract.balance},
+    )
     _log.info("Weights from %s", config.init_from)
-  return state_lib.init_state(model, optimizer, abstract, config.seed, params)
+  return state_lib.init_state(model, optimizer, abstract, config.seed, given)
 
 
 def _make_evaluate(

@@ -26,7 +26,7 @@ def complete(
   temperature: float = 0.0,
   seed: int = 0,
 ) -> str:
-  """Continues a prompt.
+  """Continues a prompt. Not inside `jax.set_mesh`: one row can't be split.
 
   Args:
     model: whose functions.

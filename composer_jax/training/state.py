@@ -75,7 +75,7 @@ def init_state(
   optimizer: optax.GradientTransformation,
   abstract: TrainState,
   seed: int,
-  params: PyTree | None = None,
+  given: dict[str, PyTree] | None = None,
 ) -> TrainState:
   """A state at step 0, each array made where it lives.
 
@@ -84,12 +84,14 @@ def init_state(
     optimizer: whose state.
     abstract: from `abstract_state`.
     seed: of the random weights.
-    params: weights to start from instead.
+    given: `params` and `balance` to start from instead.
   """
 
-  def init(params: PyTree | None) -> TrainState:
-    random, balance = model.init(jax.random.key(seed))
-    params = random if params is None else params
+  def init(given: dict[str, PyTree] | None) -> TrainState:
+    if given is None:
+      params, balance = model.init(jax.random.key(seed))
+    else:
+      params, balance = given["params"], given["balance"]
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,
@@ -97,4 +99,4 @@ def init_state(
       opt_state=optimizer.init(params),
     )
 
-  return jax.jit(init, out_shardings=shardings_of(abstract))(params)
+  return jax.jit(init, out_shardings=shardings_of(abstract))(given)

@@ -14,7 +14,7 @@ import pytest
 from composer_jax.training.checkpoint import (
   CheckpointError,
   Checkpoints,
-  restore_params,
+  restore_parts,
 )
 
 
@@ -108,7 +108,9 @@ def test_restores_into_other_shardings(tmp_path):
   assert raw_bits(restored) == raw_bits(state)
   assert all(x.is_fully_replicated for x in jax.tree.leaves(restored))
 
-  weights = restore_params(tmp_path, abstract(params, sharded))
+  parts = restore_parts(tmp_path, {"params": abstract(params, sharded)})
+  assert parts.keys() == {"params"}
+  weights = parts["params"]
   assert raw_bits(weights) == raw_bits(params)
   assert all(x.sharding == sharded for x in jax.tree.leaves(weights))
 
@@ -165,9 +167,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(tmp_path):
     assert "params.embedding is bfloat16[8, 4] there and absent" in message
 
   with pytest.raises(CheckpointError, match=r"params\.embedding is bfloat16"):
-    restore_params(tmp_path, abstract(wider.params))
+    restore_parts(tmp_path, {"params": abstract(wider.params)})
   with pytest.raises(CheckpointError, match=r"no checkpoint in .*/nowhere"):
-    restore_params(tmp_path / "nowhere", abstract(state.params))
+    restore_parts(tmp_path / "nowhere", {"params": abstract(state.params)})
 
 
 def test_another_number_of_processes_is_refused(tmp_path):
