@@ -7,12 +7,13 @@ EXTRAS := test
 PIP := PIP_CONSTRAINT= $(BIN)/python -m pip --disable-pip-version-check
 # Workers share the cores: more threads than cores only adds switching.
 TEST_WORKERS ?= 2
+BEGAN := $(shell date +%s)
 
 .PHONY: demo test lint format lock clean
 
 demo: $(VENV)/installed
 	$(BIN)/python launch/demo.py --config=configs/midtrain_tiny.py:demo \
-	  --workdir=runs/demo
+	  --workdir=runs/demo --began=$(BEGAN)
 
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist=worksteal \

@@ -27,7 +27,7 @@ import dacite
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
+_OURS = ("__main__", "launch", "composer_jax", "pallas_kernels")
 
 # `--help` shows the flags of the binary's own module: let `run` count as that.
 flags.disclaim_key_flags()
@@ -70,14 +70,15 @@ def run(
 def _one_line_errors(*types: type[Exception]) -> Iterator[None]:
   """Prints exceptions of these types as one line, and exits with 2.
 
-  Only those that this repository raises itself, or absl for its flags.
+  Only those that our own code raises, or absl for its flags, or the operating
+  system for a path.
   """
   try:
     yield
   except types as error:
     if not isinstance(error, ConfigError | flags.Error | OSError):
       *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-      if not Path(frame.f_code.co_filename).is_relative_to(_REPOSITORY):
+      if frame.f_globals["__name__"].partition(".")[0] not in _OURS:
         raise
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     raise SystemExit(2) from None

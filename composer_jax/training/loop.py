@@ -67,7 +67,7 @@ class Result:
     data: what it learned from.
     mesh: where it is.
     history: step and validation bits per byte of each evaluation.
-    tokens_per_second: over all steps of this process, evaluations left out.
+    tokens_per_second: evaluations left out; of the process that trained last.
     finished: False if a signal stopped the run early.
   """
 
@@ -142,7 +142,8 @@ def train(
 
     history = [tuple(point) for point in meta["history"]]
     if start >= config.num_steps:
-      return Result(model, state, data, mesh, history, 0.0, finished=True)
+      rate = meta["tokens_per_second"]
+      return Result(model, state, data, mesh, history, rate, finished=True)
 
     # ------------------------------------------------------------ compilation
     began = time.perf_counter()
@@ -219,8 +220,11 @@ def train(
           _log.info(format_line(done, config.num_steps, values))
         if saving:  # after the log, which a resumed run takes up from here
           with split.phase("checkpoint"):
-            tokens = meta["tokens"] + meter.tokens
-            facts = {"history": history, "tokens": tokens}
+            facts = {
+              "history": history,
+              "tokens": meta["tokens"] + meter.tokens,
+              "tokens_per_second": meter.tokens_per_second,
+            }
             checkpoints.save(done, state, loader, facts, force=True)
         if stopping:
           _log.info("Stopped at step %d; the same command resumes", done)
