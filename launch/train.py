@@ -20,7 +20,8 @@ from absl import logging as absl_logging
 from ml_collections import ConfigDict
 
 from composer_jax.training.config import TrainConfig
-from composer_jax.training.loop import NonFiniteLossError, Result, train
+from composer_jax.training.loop import Result, train
+from composer_jax.training.meter import NonFiniteLossError
 from launch.flags import ConfigError, from_config, run
 
 _COORDINATOR = flags.DEFINE_string(

@@ -1,0 +1,1 @@
+"""Mid-training: state, optimizer, step, loop, checkpoints, metrics."""

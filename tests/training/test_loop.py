@@ -17,7 +17,8 @@ from ml_collections import ConfigDict
 
 from composer_jax.data import DataConfig
 from composer_jax.training.checkpoint import CheckpointError
-from composer_jax.training.loop import Meter, NonFiniteLossError, Result, train
+from composer_jax.training.loop import Result, train
+from composer_jax.training.meter import Meter, NonFiniteLossError
 from composer_jax.training.optimizer import OptimizerConfig
 from composer_jax.training.sample import complete
 from launch.train import main
