@@ -14,18 +14,24 @@ DIFFERENCE, XOR, OVERWRITE = 0, 1, 2
 EXTRA_LIMIT = {1: 5, 2: 13, 4: 29, 8: 61}  # extra bits an element, by width
 
 
+# Signs are as good as random: arithmetic on masks, since branches would miss.
 @loop
 def _ordered(bits, order, mask, top):
   if order == FLOAT:
-    return bits ^ mask if bits & top else bits | top
+    return bits ^ (top | (_all_if(bits & top) & mask))
   return bits ^ top if order == SIGNED else bits
 
 
 @loop
 def _unordered(place, order, mask, top):
   if order == FLOAT:
-    return place ^ top if place & top else place ^ mask
+    return place ^ (top | (_all_if(~place & top) & mask))
   return place ^ top if order == SIGNED else place
+
+
+@loop
+def _all_if(bit):
+  return np.uint64(0) - np.uint64(bit != 0)
 
 
 @loop
@@ -71,17 +77,11 @@ def to_symbols(base, new, contexts, limit, width, order, op, words):
     k = contexts[i] if contexts.size else np.uint8(0)
     if op == OVERWRITE:
       z = n
-    elif b == n:
-      symbols[i] = 0
-      counts[k, 0] += 1
-      continue
     elif op == XOR:
       z = b ^ n
     else:
       d = (_ordered(n, order, mask, top) - _ordered(b, order, mask, top)) & mask
-      z = d << np.uint64(1)
-      if d & top:
-        z = ((d ^ mask) << np.uint64(1)) | np.uint64(1)
+      z = ((d << np.uint64(1)) ^ _all_if(d & top)) & mask
     if z < np.uint64(16):
       s = np.uint8(z)
     else:
@@ -119,9 +119,6 @@ def from_symbols(base, symbols, words, width, order, op, out):
   held, bits, at = np.uint64(0), 0, 0
   for i in range(symbols.size):
     s = symbols[i]
-    if s == 0 and op != OVERWRITE:
-      out[i] = base[i]
-      continue
     z = np.uint64(s)
     if s >= 16:
       extra = 2 + (s - 16) // 4
@@ -146,9 +143,7 @@ def from_symbols(base, symbols, words, width, order, op, out):
     if op == XOR:
       z ^= b
     elif op == DIFFERENCE:
-      d = z >> np.uint64(1)
-      if z & np.uint64(1):
-        d ^= mask
+      d = (z >> np.uint64(1)) ^ _all_if(z & np.uint64(1))
       z = (_ordered(b, order, mask, top) + d) & mask
       z = _unordered(z, order, mask, top)
     out[i] = z

@@ -53,6 +53,18 @@ def _starts(freqs):
 
 
 @loop
+def _push(x, f, start, inverse, words, at):
+  """Adds one symbol to a state; writes a word below `at`, used or not."""
+  full = x >= f << np.uint64(32 - BITS)
+  words[at - 1] = x & np.uint64(0xFFFF)
+  at -= np.int64(full)
+  x >>= np.uint64(16) * np.uint64(full)
+  # x < 2^32 is exact as a double, and so is the quotient once truncated.
+  q = np.uint64(np.int64(np.float64(np.int64(x)) * inverse))
+  return (q << np.uint64(BITS)) + (x - q * f) + start, at
+
+
+@loop
 def _encode(symbols, contexts, freqs, starts, words):
   """Fills `words` from its end; returns the first used place and the states."""
   # Rounded up: x * inverse is then never below an exact quotient, and its
@@ -62,63 +74,81 @@ def _encode(symbols, contexts, freqs, starts, words):
     for s in range(256):
       if freqs[k, s]:
         inverse[k, s] = 1.0 / freqs[k, s] * (1 + 2.3e-16)
+  f, c = freqs.astype(np.uint64), starts.astype(np.uint64)
   states = np.full(4, LOW, np.uint64)
   at = words.size
-  for i in range(symbols.size - 1, -1, -1):
-    s = symbols[i]
-    k = contexts[i]
-    f = np.uint64(freqs[k, s])
-    x = states[i & 3]
-    if x >= f << np.uint64(32 - BITS):
-      at -= 1
-      words[at] = x & np.uint64(0xFFFF)
-      x >>= np.uint64(16)
-    q = np.uint64(np.int64(np.float64(np.int64(x)) * inverse[k, s]))
-    states[i & 3] = (
-      (q << np.uint64(BITS)) + (x - q * f) + np.uint64(starts[k, s])
+  whole = symbols.size // 4 * 4
+  for i in range(symbols.size - 1, whole - 1, -1):
+    k, s = contexts[i], symbols[i]
+    states[i & 3], at = _push(
+      states[i & 3], f[k, s], c[k, s], inverse[k, s], words, at
     )
-  return at, states
+  x0, x1, x2, x3 = states
+  for i in range(whole - 4, -1, -4):
+    k, s = contexts[i + 3], symbols[i + 3]
+    x3, at = _push(x3, f[k, s], c[k, s], inverse[k, s], words, at)
+    k, s = contexts[i + 2], symbols[i + 2]
+    x2, at = _push(x2, f[k, s], c[k, s], inverse[k, s], words, at)
+    k, s = contexts[i + 1], symbols[i + 1]
+    x1, at = _push(x1, f[k, s], c[k, s], inverse[k, s], words, at)
+    k, s = contexts[i], symbols[i]
+    x0, at = _push(x0, f[k, s], c[k, s], inverse[k, s], words, at)
+  return at, np.array([x0, x1, x2, x3])
 
 
 @loop
 def _lookup(freqs):
-  table = np.zeros((freqs.shape[0], TOTAL), np.uint8)
+  """By context and slot: frequency less 1, slot less start, symbol: 32 bits."""
+  table = np.zeros((freqs.shape[0], TOTAL), np.uint32)
   for k in range(freqs.shape[0]):
     at = 0
     for s in range(256):
-      for _ in range(freqs[k, s]):
-        table[k, at] = s
+      for offset in range(freqs[k, s]):
+        table[k, at] = (
+          (np.uint64(freqs[k, s] - 1) << np.uint64(20))
+          | (np.uint64(offset) << np.uint64(8))
+          | np.uint64(s)
+        )
         at += 1
   return table
 
 
 @loop
-def _decode(words, states, contexts, freqs, starts, table, symbols):
-  """Returns whether the stream ended exactly where it should."""
+def _pop(x, entries, words, at):
+  """Takes one symbol from a state; reads the word at `at`, used or not."""
+  entry = np.uint64(entries[x & np.uint64(TOTAL - 1)])
+  x = ((entry >> np.uint64(20)) + np.uint64(1)) * (x >> np.uint64(BITS))
+  x += (entry >> np.uint64(8)) & np.uint64(TOTAL - 1)
+  low = x < np.uint64(LOW)
+  refilled = (x << np.uint64(16)) | np.uint64(words[at])
+  return (
+    (refilled if low else x),
+    at + np.int64(low),
+    np.uint8(entry & np.uint64(255)),
+  )
+
+
+@loop
+def _decode(words, size, states, contexts, table, symbols):
+  """Whether the stream ended where it should; `words` has 4 more than size."""
+  x = states.astype(np.uint64)
+  x0, x1, x2, x3 = x
   at = 0
-  first = freqs[:, 0].copy()
-  x = states.copy()
-  for i in range(contexts.size):
-    k = contexts[i]
-    y = x[i & 3]
-    slot = np.uint32(y & np.uint32(TOTAL - 1))
-    if slot < first[k]:  # "unchanged", nearly always
-      symbols[i] = 0
-      y = np.uint32(first[k] * (y >> np.uint32(BITS)) + slot)
-    else:
-      s = table[k, slot]
-      symbols[i] = s
-      y = np.uint32(freqs[k, s] * (y >> np.uint32(BITS)) + slot - starts[k, s])
-    if y < np.uint32(LOW):
-      if at >= words.size:
-        return False
-      y = np.uint32((y << np.uint32(16)) | np.uint32(words[at]))
-      at += 1
-    x[i & 3] = y
-  for j in range(4):
-    if x[j] != np.uint32(LOW):
+  whole = contexts.size // 4 * 4
+  for i in range(0, whole, 4):
+    if at > size:
       return False
-  return at == words.size
+    x0, at, symbols[i] = _pop(x0, table[contexts[i]], words, at)
+    x1, at, symbols[i + 1] = _pop(x1, table[contexts[i + 1]], words, at)
+    x2, at, symbols[i + 2] = _pop(x2, table[contexts[i + 2]], words, at)
+    x3, at, symbols[i + 3] = _pop(x3, table[contexts[i + 3]], words, at)
+  x[:] = x0, x1, x2, x3
+  for i in range(whole, contexts.size):
+    if at > size:
+      return False
+    k = contexts[i]
+    x[i & 3], at, symbols[i] = _pop(x[i & 3], table[k], words, at)
+  return at == size and (x == LOW).all()
 
 
 def encode(
@@ -137,8 +167,9 @@ def encode(
     The tables of probabilities, and the code: states, then words.
   """
   freqs = _normalise(counts)
-  # A symbol adds at most BITS bits, so never more than one word.
-  words = np.empty(symbols.size, np.uint16)
+  # A symbol adds at most BITS bits, so never more than one word; one more is
+  # written to and not used.
+  words = np.empty(symbols.size + 1, np.uint16)
   at, states = _encode(symbols, contexts, freqs, _starts(freqs), words)
   states = states.astype("<u4").tobytes()
   return _pack_tables(freqs), states + words[at:].astype("<u2").tobytes()
@@ -152,19 +183,19 @@ def decode(
   """Inverse of `encode`; all symbols' contexts are below K.
 
   Raises:
-    DeltaError: if a context has no table, or the code doesn't end as it should.
+    DeltaError: if a context is K or more, or the code doesn't end as it should.
+      An empty table gives some symbols or other, and mostly such an end.
   """
   if len(code) < 16 or len(code) % 2:
     raise DeltaError(f"an entropy-coded stream has {len(code)} bytes")
-  used = np.bincount(contexts, minlength=len(tables))[: len(tables)] > 0
-  if (tables.sum(axis=1)[used] != TOTAL).any():
+  if contexts.max(initial=0) >= len(tables):
     raise DeltaError("a context in use has no table of probabilities")
   states = np.frombuffer(code, "<u4", 4).astype(np.uint32)
-  words = np.frombuffer(code, "<u2", offset=16).astype(np.uint16)
+  size = len(code) // 2 - 8
+  words = np.zeros(size + 5, np.uint16)  # those beyond are read, never used
+  words[:size] = np.frombuffer(code, "<u2", offset=16)
   symbols = np.empty(contexts.size, np.uint8)
-  ended = _decode(
-    words, states, contexts, tables, _starts(tables), _lookup(tables), symbols
-  )
+  ended = _decode(words, size, states, contexts, _lookup(tables), symbols)
   if not ended:
     raise DeltaError("an entropy-coded stream doesn't end where it should")
   return symbols
