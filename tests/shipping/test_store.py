@@ -1,0 +1,170 @@
+"""One suite for every backend, then what can go wrong on the way there."""
+
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from obstore.store import LocalStore, MemoryStore
+
+from composer_jax.shipping.errors import MissingObjectError, StoreError
+from composer_jax.shipping.store import (
+  FolderStore,
+  ObjectStore,
+  RetryingStore,
+  open_store,
+)
+
+
+@pytest.fixture(params=["folder", "obstore memory", "obstore folder"])
+def store(request, tmp_path):
+  return {
+    "folder": lambda: FolderStore(tmp_path),
+    "obstore memory": lambda: ObjectStore(MemoryStore()),
+    "obstore folder": lambda: ObjectStore(LocalStore(tmp_path)),
+  }[request.param]()
+
+
+def test_objects_come_back_and_go(store):
+  assert store.put_if_absent("a/b/1", b"one")
+  assert store.put_if_absent("a/2", b"")
+  assert store.put_if_absent("ab/3", b"three")
+  assert store.get("a/b/1") == b"one"
+  assert store.get("a/2") == b""
+  assert list(store.list("a")) == ["a/2", "a/b/1"]
+  assert list(store.list("nothing")) == []
+  store.delete("a/2")
+  store.delete("a/2")
+  with pytest.raises(MissingObjectError, match="a/2"):
+    store.get("a/2")
+
+
+def test_nothing_is_ever_replaced(store):
+  assert store.put_if_absent("key", b"first")
+  assert not store.put_if_absent("key", b"second")
+  assert store.put_if_absent("key", b"first")  # an answer that got lost
+  assert store.get("key") == b"first"
+
+
+def test_a_race_has_one_winner(store):
+  for turn in range(20):
+    with ThreadPoolExecutor(8) as pool:
+      won = list(
+        pool.map(
+          lambda i, key=f"race/{turn}": store.put_if_absent(key, b"%d" % i),
+          range(8),
+        )
+      )
+    assert sum(won) == 1
+    assert store.get(f"race/{turn}") == b"%d" % won.index(True)
+
+
+@pytest.mark.parametrize("key", ["", "/a", "a/", "../a", "a/../b", ".a", "a b"])
+def test_keys_stay_inside(store, key):
+  for operation in (
+    lambda: store.get(key),
+    lambda: store.put_if_absent(key, b""),
+    lambda: list(store.list(key)),
+    lambda: store.delete(key),
+  ):
+    with pytest.raises(ValueError, match="not a key"):
+      operation()
+
+
+def test_a_killed_writer_leaves_nothing_to_see(tmp_path):
+  """Killed between the write and the link."""
+  program = (
+    "import os, signal\n"
+    "from composer_jax.shipping.store import FolderStore\n"
+    "os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    f"FolderStore({str(tmp_path)!r}).put_if_absent('a/key', b'half')\n"
+  )
+  assert subprocess.run([sys.executable, "-c", program]).returncode == -9
+  store = FolderStore(tmp_path)
+  assert len(list((tmp_path / "a").iterdir())) == 1
+  assert list(store.list("a")) == []
+  assert store.put_if_absent("a/key", b"whole")
+  assert list(store.list("a")) == ["a/key"]
+
+
+class Flaky:
+  """Fails at random, before an operation or after it took effect."""
+
+  def __init__(self, store, rng):
+    self._store, self._rng = store, rng
+    self.failures = 0
+
+  def get(self, key):
+    return self._maybe(lambda: self._store.get(key))
+
+  def put_if_absent(self, key, data):
+    return self._maybe(lambda: self._store.put_if_absent(key, data))
+
+  def list(self, prefix):
+    return iter(self._maybe(lambda: list(self._store.list(prefix))))
+
+  def delete(self, key):
+    return self._maybe(lambda: self._store.delete(key))
+
+  def _maybe(self, operation):
+    fate = self._rng.random()
+    if fate < 0.2:
+      self._fail()
+    result = operation()
+    if fate > 0.8:
+      self._fail()
+    return result
+
+  def _fail(self):
+    self.failures += 1
+    raise StoreError("the wire broke")
+
+
+def test_a_thousand_operations_over_a_bad_wire():
+  rng = random.Random(0)
+  flaky = Flaky(ObjectStore(MemoryStore()), rng)
+  waits = []
+  store = RetryingStore(flaky, attempts=20, sleep=waits.append)
+  truth = {}
+  for i in range(1000):
+    key = f"k/{rng.randrange(100)}"
+    if rng.random() < 0.7:
+      created = store.put_if_absent(key, b"%d" % i)
+      assert created == (key not in truth)
+      truth.setdefault(key, b"%d" % i)
+    elif rng.random() < 0.5:
+      store.delete(key)
+      truth.pop(key, None)
+    elif key in truth:
+      assert store.get(key) == truth[key]
+    else:
+      with pytest.raises(MissingObjectError):
+        store.get(key)
+    assert list(store.list("k")) == sorted(truth)
+  assert flaky.failures > 500
+  assert len(waits) == flaky.failures and max(waits) <= 15
+
+
+def test_patience_ends():
+  class Broken(FolderStore):
+    calls = 0
+
+    def get(self, key):
+      self.calls += 1
+      raise StoreError("down")
+
+  waits, broken = [], Broken(".")
+  with pytest.raises(StoreError, match="down"):
+    RetryingStore(broken, attempts=4, sleep=waits.append).get("k")
+  assert broken.calls == 4
+  assert len(waits) == 3 and waits[2] > waits[0]
+
+
+def test_addresses(tmp_path):
+  store = open_store(str(tmp_path / "new"))
+  assert store.put_if_absent("k", b"v")
+  assert (tmp_path / "new" / "k").read_bytes() == b"v"
+  assert open_store("memory:///").put_if_absent("k", b"v")
+  with pytest.raises(StoreError):
+    open_store("nonsense://x")
