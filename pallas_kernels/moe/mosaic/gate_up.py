@@ -1,0 +1,128 @@
+"""Gate and up projections with SwiGLU: one grouped multiplication, forward.
+
+Both projections of a row share one pass over its tokens: two column slices of
+the same weights, two accumulators. The epilogue rounds the pre-activations to
+the storage type, which backward will read, and computes the activation from the
+rounded values, so that backward recomputes it to the bit. Interpreted on CPUs
+and compiled for sm_90a in the tests; not yet run on a GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.moe.mosaic import engine
+from pallas_kernels.moe.mosaic.engine import DEPTH
+from pallas_kernels.moe.mosaic.layout import TILE
+
+
+def gate_up(
+  x: Float[Array, "M H"],
+  tile_expert: Int[Array, "tiles"],
+  num_tiles: Int[Array, "1"],
+  w_gate_up: Float[Array, "E H 2 I"],
+  *,
+  columns: int,
+  stages: int,
+  band: int,
+  num_sms: int,
+) -> tuple[Float[Array, "M I"], Float[Array, "M II"]]:
+  """silu(x Wg) * (x Wu) and its pre-activations, for rows in tiles.
+
+  Args:
+    x: rows grouped by expert, M = tiles * TILE.
+    tile_expert: the expert of each tile.
+    num_tiles: how many tiles to compute; the others stay undefined.
+    w_gate_up: weights; gate at [:, :, 0], up at [:, :, 1].
+    columns: columns of I a tile, 64 or 128.
+    stages: TMA stages.
+    band: row tiles walked together, a power of two.
+    num_sms: blocks; no result depends on it.
+
+  Returns:
+    The activation, and gate and up side by side.
+  """
+  (rows, width), (experts, _, _, inner) = x.shape, w_gate_up.shape
+  dtype = x.dtype
+  weights = w_gate_up.reshape(experts, width, 2 * inner)
+  specs = (
+    engine.block((TILE, DEPTH), lambda i: (0, i), dtype),
+    engine.block((DEPTH, columns), lambda i: (i, 0), dtype),
+    engine.block((DEPTH, columns), lambda i: (i, 0), dtype),
+  )
+  chunk = engine.store_columns(dtype)
+
+  def body(expert_ref, count_ref, x_ref, w_ref, act_ref, pre_ref):
+    w0 = w_ref.at[0]
+
+    @functools.partial(
+      pl.run_scoped,
+      ring=engine.ring((x_ref, w0, w0), specs=specs, stages=stages),
+      staged=engine.staging(dtype),
+      collective_axes="wg",
+    )
+    def _(ring, staged):
+      mine = engine.my_rows()
+
+      @engine.walk(count_ref[0], inner // columns, band)
+      def _(row_tile, column_tile):
+        expert = expert_ref[row_tile]
+        at_rows = pl.ds(row_tile * TILE, TILE)
+        first = column_tile * columns
+
+        def step(_, x_tile, gate_tile, up_tile, accs):
+          plgpu.wgmma(accs[0], x_tile.at[mine], gate_tile)
+          plgpu.wgmma(accs[1], x_tile.at[mine], up_tile)
+          plgpu.wgmma_wait(0)
+          return accs
+
+        def context(run):
+          @engine.accumulators(2, columns)
+          def _(accs):
+            run(tuple(accs))
+            gate, up = (acc[...] for acc in accs)
+
+            def chunks():
+              for j in range(0, columns, chunk):
+                g, u = (v[:, j : j + chunk].astype(dtype) for v in (gate, up))
+                at = first + j
+                yield g, pre_ref.at[at_rows, pl.ds(at, chunk)].at[mine]
+                yield u, pre_ref.at[at_rows, pl.ds(inner + at, chunk)].at[mine]
+                a = swiglu(g, u)
+                yield a, act_ref.at[at_rows, pl.ds(at, chunk)].at[mine]
+
+            engine.store(staged, chunks(), 3 * columns // chunk)
+
+        w = w_ref.at[expert]
+        engine.pipeline(
+          step, context, specs=specs, steps=width // DEPTH, stages=stages
+        )(
+          x_ref.at[at_rows],
+          w.at[:, pl.ds(first, columns)],
+          w.at[:, pl.ds(inner + first, columns)],
+          allocations=ring,
+        )
+
+      engine.finish()
+
+  out_type = [
+    jax.ShapeDtypeStruct((rows, inner), dtype),
+    jax.ShapeDtypeStruct((rows, 2 * inner), dtype),
+  ]
+  operands = (tile_expert, num_tiles, x, weights)
+  return tuple(
+    engine.launch(
+      body, out_type, *operands, num_sms=num_sms, name="moe_gate_up"
+    )
+  )
+
+
+def swiglu(gate, up):
+  """silu(gate) * up in float32, rounded to their type."""
+  dtype = gate.dtype
+  gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+  return (gate * (1 / (1 + jnp.exp(-gate))) * up).astype(dtype)

@@ -1,0 +1,115 @@
+"""Grouped matrix multiplication: each tile of rows with its expert's weights.
+
+The down projection of forward, and the gradient of the rows in backward, which
+multiplies by the transpose: the same weights, read transposed from shared
+memory by the tensor cores, so no transposed copy of them exists. Interpreted on
+CPUs and compiled for sm_90a in the tests; not yet run on a GPU.
+"""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.moe.mosaic import engine
+from pallas_kernels.moe.mosaic.engine import DEPTH
+from pallas_kernels.moe.mosaic.layout import TILE
+
+
+def matmul(
+  x: Float[Array, "M A"],
+  tile_expert: Int[Array, "tiles"],
+  num_tiles: Int[Array, "1"],
+  weights: Float[Array, "E B C"],
+  *,
+  transposed: bool,
+  columns: int,
+  stages: int,
+  band: int,
+  num_sms: int,
+) -> Float[Array, "M D"]:
+  """Computes x W[expert], or x W[expert]^T if `transposed`, for rows in tiles.
+
+  Args:
+    x: rows grouped by expert, M = tiles * TILE.
+    tile_expert: the expert of each tile.
+    num_tiles: how many tiles to compute; the others stay undefined.
+    weights: [E, A, D], or [E, D, A] if transposed.
+    transposed: whether to multiply by the transpose.
+    columns: columns of D a tile, a multiple of 64 up to 256.
+    stages: TMA stages.
+    band: row tiles walked together, a power of two.
+    num_sms: blocks; no result depends on it.
+  """
+  rows, width = x.shape
+  dtype = x.dtype
+  out_width = weights.shape[1 if transposed else 2]
+  chunk = engine.store_columns(dtype)
+  if transposed:
+    w_spec = engine.block((columns, DEPTH), lambda i: (0, i), dtype)
+  else:
+    w_spec = engine.block((DEPTH, columns), lambda i: (i, 0), dtype)
+  specs = (engine.block((TILE, DEPTH), lambda i: (0, i), dtype), w_spec)
+
+  def body(expert_ref, count_ref, x_ref, w_ref, y_ref):
+    @functools.partial(
+      pl.run_scoped,
+      ring=engine.ring((x_ref, w_ref.at[0]), specs=specs, stages=stages),
+      staged=engine.staging(dtype),
+      collective_axes="wg",
+    )
+    def _(ring, staged):
+      mine = engine.my_rows()
+
+      @engine.walk(count_ref[0], out_width // columns, band)
+      def _(row_tile, column_tile):
+        at_rows = pl.ds(row_tile * TILE, TILE)
+        first = column_tile * columns
+
+        def step(_, x_tile, w_tile, accs):
+          w_tile = w_tile.transpose((1, 0)) if transposed else w_tile
+          plgpu.wgmma(accs[0], x_tile.at[mine], w_tile)
+          plgpu.wgmma_wait(0)
+          return accs
+
+        def context(run):
+          @engine.accumulators(1, columns)
+          def _(accs):
+            run(tuple(accs))
+            y = accs[0][...].astype(dtype)
+            engine.store(
+              staged,
+              (
+                (
+                  y[:, j : j + chunk],
+                  y_ref.at[at_rows, pl.ds(first + j, chunk)].at[mine],
+                )
+                for j in range(0, columns, chunk)
+              ),
+              columns // chunk,
+            )
+
+        w = w_ref.at[expert_ref[row_tile]]
+        at_columns = pl.ds(first, columns)
+        engine.pipeline(
+          step, context, specs=specs, steps=width // DEPTH, stages=stages
+        )(
+          x_ref.at[at_rows],
+          w.at[at_columns] if transposed else w.at[:, at_columns],
+          allocations=ring,
+        )
+
+      engine.finish()
+
+  return engine.launch(
+    body,
+    jax.ShapeDtypeStruct((rows, out_width), dtype),
+    tile_expert,
+    num_tiles,
+    x,
+    weights,
+    num_sms=num_sms,
+    name="moe_matmul_transposed" if transposed else "moe_matmul",
+  )

@@ -1,0 +1,88 @@
+"""Compiles one kernel for sm_90a: python compile_sm90.py KERNEL.
+
+Run by test_mosaic_compiles.py, one process a kernel. Needs no GPU: the plugin
+compiles for the target described in hopper.txtpb.
+"""
+
+import functools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.moe.mosaic import tiles
+from pallas_kernels.moe.mosaic.gate_up import gate_up
+from pallas_kernels.moe.mosaic.matmul import matmul
+from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
+from pallas_kernels.moe.mosaic.weight_gradient import weight_gradient
+
+# T=32768 H=4096 I=1024 E=128 K=8, in tiles of 128 rows.
+H, I, E, COUNT = 4096, 1024, 128, 2175  # noqa: E741
+M = 128 * COUNT
+
+
+def kernels(dtype):
+  """Returns each kernel, and the types of its arguments."""
+
+  def array(*shape, dtype=dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  int32 = functools.partial(array, dtype=jnp.int32)
+  float32 = functools.partial(array, dtype=jnp.float32)
+  table = (int32(COUNT), int32(1))
+  groups = (int32(E), int32(E), int32(E))
+  up, down = array(E, H, 2, I), array(E, I, H)
+
+  def bound(kernel, choice, **static):
+    return functools.partial(kernel, **choice.arguments(), **static)
+
+  wide = tiles.weight_gradient(2 * I)
+  return {
+    "gate_up": (
+      bound(gate_up, tiles.gate_up(I)),
+      (array(M, H), *table, up),
+    ),
+    "down": (
+      bound(matmul, tiles.matmul(H), transposed=False),
+      (array(M, I), *table, down),
+    ),
+    "d_rows": (
+      bound(matmul, tiles.matmul(H), transposed=True),
+      (array(M, 2 * I), *table, array(E, H, 2 * I)),
+    ),
+    "swiglu_gradient": (
+      bound(swiglu_gradient, tiles.swiglu_gradient(I)),
+      (array(M, H), float32(M), array(M, 2 * I), *table, down),
+    ),
+    "weight_gradient": (
+      bound(weight_gradient, wide, out_dtype=dtype),
+      (array(M, H), array(M, 2 * I), *groups),
+    ),
+    "weight_gradient_accumulated": (
+      bound(weight_gradient, wide, out_dtype=jnp.float32),
+      (array(M, H), array(M, 2 * I), *groups, float32(E, H, 2 * I)),
+    ),
+  }
+
+
+def main(name, dtype):
+  """Compiles the kernel `name`."""
+  target = pathlib.Path(__file__).with_name("hopper.txtpb").read_text()
+  topology = topologies.get_topology_desc(
+    platform="cuda", target_config=target, topology="1x1x1"
+  )
+  mesh = topologies.make_mesh(topology, (1,), ("x",))
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  kernel, types = kernels(jnp.dtype(dtype))[name]
+  types = [
+    jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in types
+  ]
+  with jax.default_device(topology.devices[0]):
+    jax.jit(kernel).lower(*types).compile()
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

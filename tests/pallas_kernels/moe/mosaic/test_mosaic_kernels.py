@@ -1,0 +1,136 @@
+"""Each Hopper kernel in the GPU interpreter, against NumPy in float32.
+
+Rows that belong to no token hold NaN, and so does memory not yet written.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.moe.mosaic import layout
+from pallas_kernels.moe.mosaic.gate_up import gate_up
+from pallas_kernels.moe.mosaic.matmul import matmul
+from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
+from pallas_kernels.moe.mosaic.weight_gradient import weight_gradient
+from tests.pallas_kernels.moe import cases
+from tests.pallas_kernels.moe.mosaic import interpreter
+
+E, H, I = 4, 128, 192  # noqa: E741
+SIZES = (70, 0, 64, 150)  # Ragged, empty, a whole step, two tiles.
+FEW = {"columns": 64, "stages": 2, "band": 2, "num_sms": 2}
+
+
+class Rows:
+  """Tables of groups of SIZES rows, one tile of which is not in use."""
+
+  def __init__(self):
+    ids = np.repeat(np.arange(E), SIZES)[:, None].astype(np.int32)
+    np.random.default_rng(0).shuffle(ids)
+    self.table = layout.build(jnp.asarray(ids), E)
+    self.slots = len(self.table.slot_row)
+    self.real = np.asarray(self.table.slot_row) >= 0
+    expert = np.repeat(np.asarray(self.table.tile_expert), layout.TILE)
+    self.expert = expert[self.real]
+    self.used = self.table.tile_expert, self.table.num_tiles
+    self.groups = self.table.start, self.table.size, self.table.order
+
+  def normal(self, width, seed, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(self.slots, width))
+    return jnp.asarray(np.where(self.real[:, None], rows, np.nan), dtype)
+
+  def of(self, array):
+    return wide(array)[self.real]
+
+
+def wide(array):
+  return np.asarray(array).astype(np.float32)
+
+
+def weights(*shape, dtype=jnp.bfloat16):
+  rng = np.random.default_rng(1)
+  return jnp.asarray(rng.normal(size=shape) * shape[1] ** -0.5, dtype)
+
+
+def close(result, expected, bound=4e-3):
+  assert cases.relative_error(result, expected) < bound
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gate_up(dtype):
+  rows, w = Rows(), weights(E, H, 2, I, dtype=dtype)
+  x = rows.normal(H, 2, dtype)
+  kernel = functools.partial(gate_up, **FEW)
+  act, pre = interpreter.run(kernel, x, *rows.used, w)
+  expected = np.einsum("mh,mhgi->mgi", rows.of(x), wide(w)[rows.expert])
+  close(rows.of(pre), expected.reshape(-1, 2 * I))
+  gate, up = wide(jnp.asarray(expected, dtype)).swapaxes(0, 1)
+  close(rows.of(act), gate / (1 + np.exp(-gate)) * up, 6e-3)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matmul(transposed):
+  rows = Rows()
+  w = weights(E, I, H) if transposed else weights(E, H, I)
+  x = rows.normal(H, 3)
+  kernel = functools.partial(matmul, transposed=transposed, **FEW)
+  y = interpreter.run(kernel, x, *rows.used, w)
+  spec = "mh,mih->mi" if transposed else "mh,mhi->mi"
+  close(rows.of(y), np.einsum(spec, rows.of(x), wide(w)[rows.expert]))
+
+
+def test_swiglu_gradient():
+  rows, w = Rows(), weights(E, I, H)
+  dy, pre = rows.normal(H, 4), rows.normal(2 * I, 5)
+  weight = rows.normal(1, 6, jnp.float32)[:, 0]
+  kernel = functools.partial(swiglu_gradient, **FEW)
+  d_pre, act, products = interpreter.run(kernel, dy, weight, pre, *rows.used, w)
+  gate, up = np.split(rows.of(pre), 2, axis=1)
+  sigmoid = 1 / (1 + np.exp(-gate))
+  a, share = gate * sigmoid * up, rows.of(weight)[:, None]
+  d_act = np.einsum("mh,mih->mi", rows.of(dy), wide(w)[rows.expert])
+  d_gate = d_act * up * sigmoid * (1 + gate * (1 - sigmoid))
+  expected = share * np.concatenate([d_gate, d_act * gate * sigmoid], 1)
+  close(rows.of(d_pre), expected)
+  close(rows.of(act), share * a)
+  assert products.shape == (I // FEW["columns"], rows.slots)
+  total = wide(products).sum(0)[rows.real]
+  close(total, (d_act * a).sum(1), 1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradient(accumulate):
+  rows = Rows()
+  x, d = rows.normal(H, 7), rows.normal(2 * 64, 8)
+  total = weights(E, H, 128, dtype=jnp.float32) if accumulate else None
+  kernel = functools.partial(
+    weight_gradient,
+    out_dtype=jnp.float32 if accumulate else jnp.bfloat16,
+    **FEW | {"columns": 128},
+  )
+  result = interpreter.run(kernel, x, d, *rows.groups, total)
+  expected = np.stack(
+    [
+      rows.of(x)[rows.expert == e].T @ rows.of(d)[rows.expert == e]
+      for e in range(E)
+    ]
+  )
+  if accumulate:
+    expected += wide(total)
+    close(result, expected, 1e-6)
+  else:
+    assert not result[1].any()
+    close(result, expected)
+
+
+def test_bits_are_those_of_any_tile_shape_and_number_of_sms():
+  rows, w = Rows(), weights(E, H, I)
+  x = rows.normal(H, 3)
+  results = set()
+  for changes in ({}, {"num_sms": 3, "band": 1}, {"columns": 192}):
+    kernel = functools.partial(matmul, transposed=False, **FEW | changes)
+    y = interpreter.run(kernel, x, *rows.used, w)
+    results.add(np.asarray(y)[rows.real].tobytes())
+  assert len(results) == 1

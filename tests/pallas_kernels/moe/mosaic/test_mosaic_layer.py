@@ -1,0 +1,127 @@
+"""The whole Hopper layer in the GPU interpreter, against float64."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.moe import moe_ffn, mosaic
+from pallas_kernels.moe.mosaic import layout, tiles
+from tests.pallas_kernels.moe import cases
+from tests.pallas_kernels.moe.mosaic import interpreter
+
+T, H, I, E, K = 40, 128, 128, 3, 2  # noqa: E741
+
+
+def inputs(routing):
+  rng = np.random.default_rng(0)
+
+  def normal(*shape, scale=1.0):
+    return jnp.asarray(scale * rng.normal(size=shape), jnp.bfloat16)
+
+  ids = {
+    "random": rng.integers(0, E, (T, K)),
+    "single_expert": np.full((T, K), 1),
+    "out_of_range": rng.integers(-2, E + 2, (T, K)),
+    "none_here": np.full((T, K), -1),
+    "one_row": np.where(np.arange(T * K).reshape(T, K) == 5, 2, E),
+  }[routing]
+  arguments = (
+    normal(T, H),
+    jnp.asarray(ids, jnp.int32),
+    jnp.asarray(rng.random((T, K)), jnp.float32),
+    normal(E, H, 2, I, scale=H**-0.5),
+    normal(E, I, H, scale=I**-0.5),
+  )
+  return arguments, normal(T, H)
+
+
+def forward_backward(arguments, dy):
+  x, ids, *rest = arguments
+  y, pullback = jax.vjp(lambda x, *rest: mosaic.apply(x, ids, *rest), x, *rest)
+  return (y, *pullback(dy))
+
+
+@pytest.mark.parametrize(
+  "routing", ["random", "single_expert", "out_of_range", "none_here", "one_row"]
+)
+def test_matches_float64(routing, monkeypatch):
+  monkeypatch.setattr(tiles, "sm_count", lambda: 2)
+  arguments, dy = inputs(routing)
+  result = interpreter.run(forward_backward, arguments, dy)
+  expected = cases.oracle(arguments, dy)
+  for name, a, b in zip(cases.NAMES, result, expected, strict=True):
+    assert a.dtype == (jnp.float32 if name == "d_gates" else jnp.bfloat16)
+    assert cases.relative_error(a, b) < 1e-2, name
+
+
+def test_what_skipped_tokens_hold_reaches_nobody(monkeypatch):
+  results = []
+  for sms, poison in ((2, 0.0), (3, jnp.nan)):
+    monkeypatch.setattr(tiles, "sm_count", lambda sms=sms: sms)
+    (x, ids, gates, *weights), dy = inputs("random")
+    skipped = jnp.arange(T)[:, None] % 3 == 1
+    ids = jnp.where(skipped, -1, ids)
+    x, gates, dy = (jnp.where(skipped, poison, a) for a in (x, gates, dy))
+    result = interpreter.run(forward_backward, (x, ids, gates, *weights), dy)
+    results.append([np.asarray(a).tobytes() for a in result])
+  assert results[0] == results[1]
+
+
+def test_layout_aligns_groups():
+  rng = np.random.default_rng(0)
+  ids = rng.integers(-1, 5, (200, 3)).astype(np.int32)
+  ids[ids == 2] = 4
+  table = jax.jit(layout.build, static_argnums=1)(jnp.asarray(ids), 5)
+  start, size = np.asarray(table.start), np.asarray(table.size)
+  assert (start % layout.TILE == 0).all() and size[2] == 0
+  assert (np.diff(size[np.asarray(table.order)]) <= 0).all()
+  for e in range(5):
+    rows = np.asarray(table.slot_row)[start[e] : start[e] + size[e]]
+    assert (rows == np.flatnonzero(ids == e)).all()
+    tile = start[e] // layout.TILE
+    used = range(tile, tile + -(-size[e] // layout.TILE))
+    assert all(table.tile_expert[t] == e for t in used)
+  assert int(table.num_tiles[0]) == sum(-(-size // layout.TILE))
+  assert (np.asarray(table.row_slot) < 0).sum() == (ids < 0).sum()
+
+
+def test_tiles_of_real_shapes_divide_them_and_keep_the_pipeline_deep():
+  for width, inner in [
+    (4096, 1024), (4096, 256), (2048, 768), (7168, 2048), (4096, 512)
+  ]:  # fmt: skip
+    for choice, columns in [
+      (tiles.gate_up(inner), inner),
+      (tiles.matmul(width), width),
+      (tiles.swiglu_gradient(inner), inner),
+      (tiles.weight_gradient(2 * inner), 2 * inner),
+    ]:
+      assert columns % choice.columns == 0
+      assert choice.columns >= 128 and choice.stages >= 4
+
+
+@pytest.mark.parametrize(
+  "H,I,dtype,message",
+  [
+    (128, 128, jnp.float32, "bfloat16 or float16, not in float32"),
+    (128, 72, jnp.bfloat16, "H = 128 and I = 72 are not both multiples of 128"),
+    pytest.param(
+      128, 128, jnp.bfloat16, "needs a Hopper GPU (sm_90), not cpu",
+      marks=pytest.mark.skipif(
+        jax.default_backend() != "cpu", reason="there is a GPU"
+      ),
+    ),
+  ],
+)  # fmt: skip
+def test_says_why_it_cannot_run(H, I, dtype, message):  # noqa: E741
+  arguments = (
+    jnp.zeros((2, H), dtype),
+    jnp.zeros((2, 1), jnp.int32),
+    jnp.zeros((2, 1), jnp.float32),
+    jnp.zeros((1, H, 2, I), dtype),
+    jnp.zeros((1, I, H), dtype),
+  )
+  with pytest.raises(ValueError, match=re.escape(message)):
+    moe_ffn(*arguments, implementation="mosaic")
