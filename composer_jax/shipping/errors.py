@@ -11,3 +11,11 @@ class StoreError(RuntimeError):
 
 class MissingObjectError(StoreError):
   """There is no such object; trying again won't help."""
+
+
+class ChainError(RuntimeError):
+  """The chain of versions is damaged, or can't do what was asked."""
+
+
+class FencedError(ChainError):
+  """Another publisher took over; this one must not write any more."""
