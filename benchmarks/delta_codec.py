@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-import zstandard
+from backports import zstd
 from pcodec import ChunkConfig, standalone
 
 from benchmarks import harness
@@ -117,12 +117,12 @@ def gaps_then(to_values, from_values, pack, unpack) -> Codec:
 
 def pack_zstd(array):
   """Level 1, one thread."""
-  return zstandard.ZstdCompressor(1).compress(array)
+  return zstd.compress(array.tobytes(), 1)
 
 
 def unpack_zstd(packed, dtype):
   """Inverse of `pack_zstd`."""
-  return np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), dtype)
+  return np.frombuffer(zstd.decompress(packed), dtype)
 
 
 def pack_pcodec(array):
@@ -163,27 +163,29 @@ def xor_planes() -> Codec:
 
 
 def patch_from() -> Codec:
-  """What `zstd -3 --patch-from` does: the base is a dictionary."""
-  window = zstandard.ZstdCompressionParameters.from_level(
-    3, window_log=27, enable_ldm=True
-  )
+  """What `zstd -3 --long=27 --patch-from` does: the base is a prefix.
 
-  def dictionary(base):
-    return zstandard.ZstdCompressionDict(
-      base.tobytes(), dict_type=zstandard.DICT_TYPE_RAWCONTENT
-    )
+  Without long-distance matching it finds next to nothing at this size.
+  """
+  how = zstd.CompressionParameter
+  options = {
+    how.compression_level: 3,
+    how.window_log: 27,
+    how.enable_long_distance_matching: 1,
+  }
+  limit = {zstd.DecompressionParameter.window_log_max: 27}
+
+  def prefix(base):
+    return zstd.ZstdDict(base.tobytes(), is_raw=True).as_prefix
 
   def encode_pair(base, new):
-    compressor = zstandard.ZstdCompressor(
-      dict_data=dictionary(base), compression_params=window
+    return (
+      zstd.compress(new.tobytes(), options=options, zstd_dict=prefix(base)),
     )
-    return (compressor.compress(new),)
 
   def decode_pair(base, coded, out):
-    decompressor = zstandard.ZstdDecompressor(
-      dict_data=dictionary(base), max_window_size=2**27
-    )
-    out[:] = np.frombuffer(decompressor.decompress(coded[0]), np.uint16)
+    raw = zstd.decompress(coded[0], zstd_dict=prefix(base), options=limit)
+    out[:] = np.frombuffer(raw, np.uint16)
 
   return Codec(encode_pair, decode_pair)
 
