@@ -29,7 +29,8 @@ from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
 from pallas_kernels.moe.mosaic.weight_gradient import weight_gradient
 
 # T, H, I, E, K. SonicMoE's shapes, Qwen3-30B-A3B, one expert-parallel rank of
-# Kimi K2.5 at EP 64 and EP 8 (16,384 rows), and decoding.
+# Kimi K2.5 at EP 64 and EP 8, of GLM-5.2, Qwen3.5-397B and DeepSeek-V4-Pro at
+# EP 64 (about 16,384 rows each), and decoding.
 GPU_SHAPES = [
   (32768, 4096, 1024, 128, 8),
   (32768, 4096, 512, 128, 8),
@@ -37,6 +38,9 @@ GPU_SHAPES = [
   (32768, 2048, 768, 128, 8),
   (4096, 7168, 2048, 6, 4),
   (2048, 7168, 2048, 48, 8),
+  (4096, 6144, 2048, 4, 4),
+  (2048, 4096, 1024, 8, 8),
+  (4096, 7168, 3072, 6, 4),
   (64, 4096, 1024, 128, 8),
   (256, 4096, 1024, 128, 8),
   (1024, 4096, 1024, 128, 8),
@@ -137,8 +141,12 @@ def stages(inputs, dy):
   swiglu = kernel(swiglu_gradient, narrow)
   d_pre = swiglu(d_rows, weight, pre, *used, w_down)[0]
   static = {"out_dtype": x.dtype}
-  d_up = kernel(weight_gradient, tiles.weight_gradient(2 * inner), **static)
-  d_down = kernel(weight_gradient, tiles.weight_gradient(width), **static)
+  d_up = kernel(
+    weight_gradient, tiles.weight_gradient(width, 2 * inner), **static
+  )
+  d_down = kernel(
+    weight_gradient, tiles.weight_gradient(inner, width), **static
+  )
   build = jax.jit(functools.partial(layout.build, num_experts=experts))
   one = 2 * ids.size * width * inner
   bind = functools.partial

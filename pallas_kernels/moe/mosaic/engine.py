@@ -10,6 +10,7 @@ sm_90a in the tests; not yet run on a GPU.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -38,7 +39,7 @@ def block(shape, index_map, dtype):
 
 def launch(body, out_type, *operands, num_sms: int, name: str):
   """Runs body(*operand refs, *output refs) on `num_sms` persistent blocks."""
-  return plgpu.kernel(
+  result = plgpu.kernel(
     body,
     out_type=out_type,
     grid=(num_sms,),
@@ -50,6 +51,18 @@ def launch(body, out_type, *operands, num_sms: int, name: str):
     ),
     kernel_name=name,
   )(*operands)
+  # Inside shard_map: what a rank computes from its own arrays is its own.
+  varying = frozenset().union(*map(_varying, operands))
+
+  def vary(a):
+    axes = tuple(varying - _varying(a))
+    return lax.pcast(a, axes, to="varying") if axes else a
+
+  return jax.tree.map(vary, result)
+
+
+def _varying(array):
+  return jax.typeof(array).manual_axis_type.varying
 
 
 def pipeline(step, context, *, specs, steps, stages: int):

@@ -30,11 +30,14 @@ from pallas_kernels.moe.movement import combine, take
 def cannot_run(*, x, w_gate_up, w_down, **_) -> str:
   """Returns why this implementation can't run here, or an empty string."""
   del w_gate_up
-  (_, inner, width), unit = w_down.shape, layout.TILE
+  _, inner, width = w_down.shape
   if x.dtype not in (jnp.bfloat16, jnp.float16):
     return f"it computes in bfloat16 or float16, not in {x.dtype}"
-  if width % unit or inner % unit:
-    return f"H = {width} and I = {inner} are not both multiples of {unit}"
+  if width % 64 or inner % 64 or (width % 128 and inner % 128):
+    return (
+      f"H = {width} and I = {inner} are not both multiples of 64, and one of"
+      " 128"
+    )
   device = jax.devices()[0]
   if device.platform != "gpu" or device.compute_capability != "9.0":
     return f"it needs a Hopper GPU (sm_90), not {device.device_kind}"
@@ -54,10 +57,10 @@ def apply(
   """The layer of `moe_ffn`, by Mosaic kernels.
 
   Args:
-    x: tokens, bfloat16 or float16; H a multiple of 128.
+    x: tokens, bfloat16 or float16; H a multiple of 64.
     expert_ids: experts of each token; ids outside [0, E) contribute nothing.
     gates: weight of each expert's output, float32.
-    w_gate_up: gate and up projections; I a multiple of 128.
+    w_gate_up: gate and up projections; I a multiple of 64, and H or I of 128.
     w_down: down projections.
     expected_rows: ignored: groups are padded by less than a tile each.
     out_dtype: dtype of the result, x.dtype by default.
@@ -105,11 +108,11 @@ def _backward(out_dtype, residuals, dy):
   choice = tiles.matmul(width)
   flat = w_gate_up.reshape(experts, width, 2 * inner)
   d_x_rows = matmul(d_pre, *used, flat, transposed=True, **choice.arguments())
-  choice = tiles.weight_gradient(width)
+  choice = tiles.weight_gradient(inner, width)
   d_w_down = weight_gradient(
     act, d_rows, *groups, out_dtype=w_down.dtype, **choice.arguments()
   )
-  choice = tiles.weight_gradient(2 * inner)
+  choice = tiles.weight_gradient(width, 2 * inner)
   d_w_gate_up = weight_gradient(
     take(x, token),
     d_pre,

@@ -55,8 +55,10 @@ def swiglu_gradient(inner: int) -> Tiles:
   return _tiles(inner, most=128, bytes_per_column=pre_activations)
 
 
-def weight_gradient(width: int) -> Tiles:
-  """Tiles of a weight gradient with so many columns."""
+def weight_gradient(height: int, width: int) -> Tiles:
+  """Tiles of weight gradients [height, width]."""
+  if height % TILE:  # The consumers split the columns, at least 64 for each.
+    return _tiles(width, most=256, choices=(256, 128))
   return _tiles(width, most=256)
 
 
@@ -65,8 +67,9 @@ def sm_count() -> int:
   return getattr(jax.devices()[0], "core_count", None) or 132
 
 
-def _tiles(width, *, most, operands=1, bytes_per_column=0):
-  choices = (256, 192, 128, 64)
+def _tiles(
+  width, *, most, operands=1, bytes_per_column=0, choices=(256, 192, 128, 64)
+):
   columns = next(c for c in choices if c <= most and width % c == 0)
   room = _SHARED_BYTES - _STAGING_BYTES - bytes_per_column * columns
   stage = DEPTH * (TILE + operands * columns) * _ELEMENT_BYTES

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe.mosaic import engine
-from pallas_kernels.moe.mosaic.engine import DEPTH
+from pallas_kernels.moe.mosaic.engine import DEPTH, WARPGROUP_ROWS
 from pallas_kernels.moe.mosaic.layout import TILE
 
 
@@ -39,7 +39,8 @@ def weight_gradient(
   """x[rows of e]^T d[rows of e] for each expert e, plus total[e] if given.
 
   Args:
-    x: rows grouped by expert, A a multiple of 128.
+    x: rows grouped by expert, A a multiple of 64. If not of 128, the consumers
+      split tiles of 64 x `columns` by columns, which 128 then divides.
     d: their gradients.
     start: the first row of each expert, a multiple of TILE.
     size: rows of each expert.
@@ -54,11 +55,14 @@ def weight_gradient(
   (_, height), width, experts = x.shape, d.shape[1], len(start)
   dtype, out_dtype = x.dtype, jnp.dtype(out_dtype)
   chunk = engine.store_columns(out_dtype)
+  by_columns = height % TILE != 0
+  tile_height = WARPGROUP_ROWS if by_columns else TILE
+  my_width = columns // 2 if by_columns else columns
   specs = (
-    engine.block((DEPTH, TILE), lambda i: (i, 0), dtype),
+    engine.block((DEPTH, tile_height), lambda i: (i, 0), dtype),
     engine.block((DEPTH, columns), lambda i: (i, 0), dtype),
   )
-  down, across = height // TILE, width // columns
+  down, across = height // tile_height, width // columns
 
   def body(start_ref, size_ref, order_ref, x_ref, d_ref, *rest):
     (*total_ref, out_ref) = rest
@@ -71,7 +75,9 @@ def weight_gradient(
       collective_axes="wg",
     )
     def _(ring, staged, masked):
-      mine = engine.my_rows()
+      consumer = lax.axis_index("wg")
+      mine = pl.ds(0, tile_height) if by_columns else engine.my_rows()
+      my_first = consumer * my_width if by_columns else 0
 
       @plgpu.nd_loop((experts, down * across), collective_axes="sm")
       def _(info):
@@ -84,7 +90,7 @@ def weight_gradient(
         first_row = pl.multiple_of(start_ref[expert], TILE)
         # Pipeline steps reach past these rows; `steps` is what bounds them.
         from_first = pl.ds(first_row, TILE)
-        at_rows = pl.ds(row_tile * TILE, TILE)
+        at_rows = pl.ds(row_tile * tile_height, tile_height)
         first = column_tile * columns
 
         def step(indices, x_tile, d_tile, accs):
@@ -97,19 +103,20 @@ def weight_gradient(
             plgpu.barrier_arrive(masked)
             plgpu.barrier_wait(masked)
 
-          plgpu.wgmma(accs[0], x_tile.at[:, mine].transpose((1, 0)), d_tile)
+          x_mine = x_tile.at[:, mine].transpose((1, 0))
+          plgpu.wgmma(accs[0], x_mine, d_tile.at[:, pl.ds(my_first, my_width)])
           plgpu.wgmma_wait(0)
           return accs
 
         def context(run):
-          @engine.accumulators(1, columns)
+          @engine.accumulators(1, my_width)
           def _(accs):
             run(tuple(accs))
             value = accs[0][...]
 
             def chunks():
-              for j in range(0, columns, chunk):
-                at = pl.ds(first + j, chunk)
+              for j in range(0, my_width, chunk):
+                at = pl.ds(first + my_first + j, chunk)
                 part = value[:, j : j + chunk]
                 if total_ref:
                   source = total_ref[0].at[expert].at[at_rows, at].at[mine]
@@ -121,7 +128,7 @@ def weight_gradient(
                   out_ref.at[expert].at[at_rows, at].at[mine],
                 )
 
-            engine.store(staged, chunks(), columns // chunk)
+            engine.store(staged, chunks(), my_width // chunk)
 
         engine.pipeline(
           step, context, specs=specs, steps=-(-rows // DEPTH), stages=stages

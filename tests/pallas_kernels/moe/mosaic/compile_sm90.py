@@ -39,7 +39,8 @@ def kernels(dtype):
   def bound(kernel, choice, **static):
     return functools.partial(kernel, **choice.arguments(), **static)
 
-  wide = tiles.weight_gradient(2 * I)
+  wide = tiles.weight_gradient(H, 2 * I)
+  split = tiles.weight_gradient(64, 2 * I)
   return {
     "gate_up": (
       bound(gate_up, tiles.gate_up(I)),
@@ -60,6 +61,10 @@ def kernels(dtype):
     "weight_gradient": (
       bound(weight_gradient, wide, out_dtype=dtype),
       (array(M, H), array(M, 2 * I), *groups),
+    ),
+    "weight_gradient_by_columns": (
+      bound(weight_gradient, split, out_dtype=dtype),
+      (array(M, 192), array(M, 2 * I), *groups),
     ),
     "weight_gradient_accumulated": (
       bound(weight_gradient, wide, out_dtype=jnp.float32),

@@ -16,6 +16,7 @@ KERNELS = (
   "d_rows",
   "swiglu_gradient",
   "weight_gradient",
+  "weight_gradient_by_columns",
   "weight_gradient_accumulated",
 )
 # What a block can have on Hopper.

@@ -1,5 +1,6 @@
 """The whole Hopper layer in the GPU interpreter, against float64."""
 
+import functools
 import re
 
 import jax
@@ -12,7 +13,7 @@ from pallas_kernels.moe.mosaic import layout, tiles
 from tests.pallas_kernels.moe import cases
 from tests.pallas_kernels.moe.mosaic import interpreter
 
-T, H, I, E, K = 40, 128, 128, 3, 2  # noqa: E741
+T, H, I, E, K = 40, 128, 64, 3, 2  # noqa: E741
 
 
 def inputs(routing):
@@ -96,7 +97,7 @@ def test_tiles_of_real_shapes_divide_them_and_keep_the_pipeline_deep():
       (tiles.gate_up(inner), inner),
       (tiles.matmul(width), width),
       (tiles.swiglu_gradient(inner), inner),
-      (tiles.weight_gradient(2 * inner), 2 * inner),
+      (tiles.weight_gradient(width, 2 * inner), 2 * inner),
     ]:
       assert columns % choice.columns == 0
       assert choice.columns >= 128 and choice.stages >= 4
@@ -106,7 +107,8 @@ def test_tiles_of_real_shapes_divide_them_and_keep_the_pipeline_deep():
   "H,I,dtype,message",
   [
     (128, 128, jnp.float32, "bfloat16 or float16, not in float32"),
-    (128, 72, jnp.bfloat16, "H = 128 and I = 72 are not both multiples of 128"),
+    (128, 72, jnp.bfloat16, "H = 128 and I = 72 are not both multiples of 64"),
+    (192, 64, jnp.bfloat16, "H = 192 and I = 64 are not both multiples of 64"),
     pytest.param(
       128, 128, jnp.bfloat16, "needs a Hopper GPU (sm_90), not cpu",
       marks=pytest.mark.skipif(
@@ -125,3 +127,36 @@ def test_says_why_it_cannot_run(H, I, dtype, message):  # noqa: E741
   )
   with pytest.raises(ValueError, match=re.escape(message)):
     moe_ffn(*arguments, implementation="mosaic")
+
+
+def test_lowers_in_shard_map_and_vmap(monkeypatch):
+  monkeypatch.setattr(mosaic, "cannot_run", lambda **_: "")
+  layer = functools.partial(moe_ffn, implementation="mosaic")
+  arguments, _ = inputs("random")
+  mesh = jax.sharding.AbstractMesh(
+    (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  rows, experts = jax.P("x"), jax.P("x")
+  sharded = jax.shard_map(
+    functools.partial(layer, axis_name="x"),
+    mesh=mesh,
+    in_specs=(rows, rows, rows, experts, experts),
+    out_specs=rows,
+  )
+
+  def gradients(x, ids, gates, *weights):
+    def loss(x, gates, *weights):
+      return sharded(x, ids, gates, *weights).astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2, 3))(x, gates, *weights)
+
+  def mapped(x, ids, gates, *weights):
+    halves = (a.reshape(2, -1, a.shape[1]) for a in (x, ids, gates))
+    return jax.vmap(layer, (0, 0, 0, None, None))(*halves, *weights)
+
+  x, ids, gates, *weights = arguments
+  two_each = [jnp.concatenate([w, w[:1]]) for w in weights]
+  for function, w in ((gradients, two_each), (mapped, weights)):
+    traced = jax.jit(function).trace(x, ids, gates, *w)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
