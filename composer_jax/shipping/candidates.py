@@ -144,18 +144,17 @@ def _write(candidate, new, base, layout: Layout, lowest: int) -> _Payload:
     contexts = _contexts(base, layout, lowest, limit)
     _write_numbers(payload, base, new, contexts, limit, layout, op)
   else:
-    positions = np.flatnonzero(new != base)
-    payload.add(_VALUES.pack(op, lowest) + _COUNT.pack(len(positions)))
     if candidate.mode == Mode.SPARSE:
+      positions = np.flatnonzero(new != base)
       gaps = np.diff(positions, prepend=-1).astype(np.uint64) - np.uint64(1)
-      contexts = np.empty(0, np.uint8)
-      gap_contexts = contexts
+      contexts = gap_contexts = np.empty(0, np.uint8)
     else:
-      everywhere = _contexts(base, layout, lowest, limit)
-      gaps = loops.strata_gaps(everywhere, positions, limit)
-      contexts = everywhere[positions]
+      positions, gaps = _strata(new, base, _shift(layout), lowest, limit)
+      contexts = _contexts(base[positions], layout, lowest, limit)
       order = np.argsort(contexts, kind="stable")
       gaps, gap_contexts = gaps[order], contexts[order]
+    payload.add(_VALUES.pack(op, lowest) + _COUNT.pack(len(positions)))
+    if candidate.mode == Mode.STRATA:
       counts = np.bincount(contexts, minlength=limit)
       payload.add(counts.astype("<u8").tobytes(), fixed=True)
     _write_numbers(
@@ -165,6 +164,14 @@ def _write(candidate, new, base, layout: Layout, lowest: int) -> _Payload:
       payload, base[positions], new[positions], contexts, limit, layout, op
     )
   return payload
+
+
+def _strata(new, base, shift, lowest, limit):
+  # Pages that are never written to cost nothing.
+  positions = np.empty(base.size, np.uint32)
+  gaps = np.empty(base.size, np.uint32)
+  found = loops.strata_changes(base, new, shift, lowest, limit, positions, gaps)
+  return positions[:found].astype(np.int64), gaps[:found].astype(np.uint64)
 
 
 def _write_numbers(payload, base, new, contexts, limit, layout, op):
@@ -229,9 +236,8 @@ def apply(mode: Mode, payload, base, out, layout: Layout) -> None:
     positions = _plain_positions(reader, count, out.size)
   else:
     limit = rans.MAX_CONTEXTS
-    everywhere = _contexts(base, layout, lowest, limit)
-    positions = _strata_positions(reader, count, everywhere)
-    contexts = everywhere[positions]
+    positions = _strata_positions(reader, count, base, _shift(layout), lowest)
+    contexts = _contexts(base[positions], layout, lowest, limit)
   values = np.empty(count, layout.unit)
   reader.numbers(base[positions], contexts, limit, layout, op, values)
   reader.end()
@@ -247,16 +253,17 @@ def _plain_positions(reader, count, size):
   return positions
 
 
-def _strata_positions(reader, count, everywhere):
+def _strata_positions(reader, count, base, shift, lowest):
   limit = rans.MAX_CONTEXTS
   counts = np.frombuffer(reader.take(8 * limit), "<u8")
   if (counts > count).any() or counts.sum() != count:
     raise DeltaError("the changes by exponent don't add up")
   contexts = np.repeat(np.arange(limit, dtype=np.uint8), counts.astype(int))
-  gaps = reader.gaps(contexts, limit, everywhere.size)
+  gaps = reader.gaps(contexts, limit, base.size)
   first = np.concatenate([[0], np.cumsum(counts.astype(np.int64))])
   positions = np.empty(count, np.int64)
-  if loops.strata_positions(everywhere, gaps, first, positions) != count:
+  found = loops.strata_positions(base, shift, lowest, gaps, first, positions)
+  if found != count:
     raise DeltaError("changes lie beyond the end")
   return positions
 

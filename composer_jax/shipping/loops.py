@@ -50,14 +50,21 @@ def _bit_length(z):
 
 
 @loop
-def contexts_of(base, mantissa, lowest, limit):
-  """Each element's context: its exponent above `lowest`, cut to [0, limit)."""
-  contexts = np.empty(base.size, np.uint8)
+def _fill_contexts(base, shift, lowest, limit, contexts):
   magnitude = _mask(base.itemsize) >> np.uint64(1)
   for i in range(base.size):
-    exponent = (np.uint64(base[i]) & magnitude) >> np.uint64(mantissa)
-    k = np.int64(exponent) - lowest
-    contexts[i] = max(0, min(limit - 1, k))
+    exponent = (np.uint64(base[i]) & magnitude) >> np.uint64(shift)
+    contexts[i] = max(0, min(limit - 1, np.int64(exponent) - lowest))
+
+
+@loop
+def contexts_of(base, shift, lowest, limit):
+  """Each element's context: its bits from `shift` up, but for the top one.
+
+  Less `lowest`, cut to [0, limit).
+  """
+  contexts = np.empty(base.size, np.uint8)
+  _fill_contexts(base, shift, lowest, limit, contexts)
   return contexts
 
 
@@ -150,42 +157,59 @@ def from_symbols(base, symbols, words, width, order, op, out):
   return at == words.size and held == 0
 
 
+# Contexts of so many elements at a time stay in the nearest cache.
+_BLOCK = 4096
+
+
 @loop
-def strata_gaps(contexts, positions, limit):
-  """Elements of the same context since its last change, at each change."""
+def strata_changes(base, new, shift, lowest, limit, positions, gaps):
+  """Where it changes, and elements of that context since its last change.
+
+  Fills `positions` and `gaps`, of any length that suffices; returns how many.
+  """
   seen = np.zeros(limit, np.int64)
-  gaps = np.empty(positions.size, np.uint64)
-  i = 0
-  for j in range(positions.size):
-    while i < positions[j]:
-      seen[contexts[i]] += 1
-      i += 1
-    gaps[j] = seen[contexts[i]]
-    seen[contexts[i]] = 0
-    i += 1
-  return gaps
+  contexts = np.empty(_BLOCK, np.uint8)
+  found = 0
+  for start in range(0, base.size, _BLOCK):
+    block = base[start : start + _BLOCK]
+    _fill_contexts(block, shift, lowest, limit, contexts)
+    for j in range(block.size):
+      k = contexts[j]
+      if block[j] == new[start + j]:
+        seen[k] += 1
+        continue
+      positions[found] = start + j
+      gaps[found] = seen[k]
+      seen[k] = 0
+      found += 1
+  return found
 
 
 @loop
-def strata_positions(contexts, gaps, first, positions):
+def strata_positions(base, shift, lowest, gaps, first, positions):
   """Inverse: `gaps` sorted by context, context k's from `first[k]` on.
 
   Returns how many positions were found.
   """
   limit = first.size - 1
-  left = np.full(limit, np.int64(1) << 62)
+  never = np.int64(1) << 62
+  left = np.full(limit, never)
   at = first[:-1].copy()
   for k in range(limit):
     if at[k] < first[k + 1]:
       left[k] = gaps[at[k]]
+  contexts = np.empty(_BLOCK, np.uint8)
   found = 0
-  for i in range(contexts.size):
-    k = contexts[i]
-    if left[k]:
-      left[k] -= 1
-      continue
-    positions[found] = i
-    found += 1
-    at[k] += 1
-    left[k] = gaps[at[k]] if at[k] < first[k + 1] else np.int64(1) << 62
+  for start in range(0, base.size, _BLOCK):
+    block = base[start : start + _BLOCK]
+    _fill_contexts(block, shift, lowest, limit, contexts)
+    for j in range(block.size):
+      k = contexts[j]
+      if left[k]:
+        left[k] -= 1
+        continue
+      positions[found] = start + j
+      found += 1
+      at[k] += 1
+      left[k] = gaps[at[k]] if at[k] < first[k + 1] else never
   return found
