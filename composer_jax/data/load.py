@@ -38,12 +38,15 @@ class Data:
     validation: rows held out, as they were written.
     tokenizer: of both.
     report: what was kept and dropped, and why; plain numbers and strings.
+    key: names the data's folder, `data-<key>`: a hash of the configuration and
+      of the content of the corpus and of a given tokenizer.
   """
 
   train: PackedRows
   validation: PackedRows
   tokenizer: Tokenizer
   report: dict
+  key: str
 
   def summary(self) -> str:
     """The report in one line."""
@@ -84,7 +87,8 @@ def load_data(config: DataConfig, folder: str | Path) -> Data:
     files = read_sources(config.sources, config.suffixes, folder / "wheels")
     corpus_hash = content_hash(files)
   given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-  path = folder / f"data-{_key(config, corpus_hash)}"
+  key = _key(config, corpus_hash)
+  path = folder / f"data-{key}"
   if not path.exists():
     folder.mkdir(parents=True, exist_ok=True)
     with written_at_once(path) as unfinished:
@@ -94,6 +98,7 @@ def load_data(config: DataConfig, folder: str | Path) -> Data:
     validation=PackedRows.open(path / "validation"),
     tokenizer=Tokenizer.load(path / "tokenizer.json"),
     report=json.loads((path / "report.json").read_text("utf-8")),
+    key=key,
   )
   _log.info(data.summary())
   return data

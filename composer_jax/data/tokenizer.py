@@ -7,6 +7,7 @@ token, which makes losses comparable across vocabularies.
 """
 
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -170,6 +171,12 @@ class Tokenizer:
     return self._backend.decode(
       np.asarray(ids, np.int64).tolist(), skip_special_tokens=False
     )
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """SHA-256 of the `tokenizer.json`, whatever its layout, in hexadecimal."""
+    text = json.dumps(self._spec, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
   @functools.cached_property
   def token_bytes(self) -> Int32[np.ndarray, " V"]:

@@ -115,6 +115,7 @@ def test_second_call_opens_what_the_first_made(code, tmp_path, monkeypatch):
   monkeypatch.setattr(build, "make", None)
   second = load_data(config(code), tmp_path / "data")
   assert second.report == first.report
+  assert second.key == first.key
   assert isinstance(second.train.packed.tokens, np.memmap)
 
 
@@ -123,8 +124,11 @@ def test_a_changed_corpus_or_configuration_is_made_anew(code, tmp_path):
   first = load_data(config(code), folder)
   (code / "m0.py").write_text(module(1000), encoding="utf-8")
   second = load_data(config(code), folder)
-  load_data(config(code, seed=1), folder)
+  third = load_data(config(code, seed=1), folder)
   assert first.report["corpus"] != second.report["corpus"]
+  assert {path.name for path in folder.iterdir()} == {
+    f"data-{data.key}" for data in (first, second, third)
+  }
   assert len(list(folder.iterdir())) == 3
 
 

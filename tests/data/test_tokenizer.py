@@ -55,6 +55,19 @@ def test_save_and_load(tmp_path):
   assert first.read_bytes() == second.read_bytes()
 
 
+def test_digest_is_of_the_content(tmp_path):
+  path = tmp_path / "tokenizer.json"
+  OURS.save(path)
+  loaded = Tokenizer.load(path)
+  assert loaded.digest == OURS.digest
+  assert len(OURS.digest) == 64
+  spec = json.loads(path.read_text("utf-8"))
+  backwards = json.dumps(dict(reversed(spec.items())), indent=3)
+  assert Tokenizer(backwards).digest == OURS.digest
+  spec["model"]["merges"].pop()
+  assert Tokenizer(json.dumps(spec)).digest != OURS.digest
+
+
 def foreign(added, model=None, decoder=None) -> str:
   return json.dumps(
     {
