@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.moe import mosaic
 from pallas_kernels.moe.mosaic import tiles
 from pallas_kernels.moe.mosaic.gate_up import gate_up
 from pallas_kernels.moe.mosaic.matmul import matmul
@@ -20,7 +21,7 @@ from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
 from pallas_kernels.moe.mosaic.weight_gradient import weight_gradient
 
 # T=32768 H=4096 I=1024 E=128 K=8, in tiles of 128 rows.
-H, I, E, COUNT = 4096, 1024, 128, 2175  # noqa: E741
+T, H, I, E, K, COUNT = 32768, 4096, 1024, 128, 8, 2175  # noqa: E741
 M = 128 * COUNT
 
 
@@ -42,6 +43,10 @@ def kernels(dtype):
   wide = tiles.weight_gradient(H, 2 * I)
   split = tiles.weight_gradient(64, 2 * I)
   return {
+    "layer": (
+      _forward_backward,
+      (array(T, H), int32(T, K), float32(T, K), up, down, array(T, H)),
+    ),
     "gate_up": (
       bound(gate_up, tiles.gate_up(I)),
       (array(M, H), *table, up),
@@ -73,8 +78,16 @@ def kernels(dtype):
   }
 
 
+def _forward_backward(x, expert_ids, gates, w_gate_up, w_down, dy):
+  def layer(x, gates, w_gate_up, w_down):
+    return mosaic.apply(x, expert_ids, gates, w_gate_up, w_down)
+
+  y, pullback = jax.vjp(layer, x, gates, w_gate_up, w_down)
+  return (y, *pullback(dy))
+
+
 def main(name, dtype):
-  """Compiles the kernel `name`."""
+  """Compiles the kernel `name` and prints XLA's program round it."""
   target = pathlib.Path(__file__).with_name("hopper.txtpb").read_text()
   topology = topologies.get_topology_desc(
     platform="cuda", target_config=target, topology="1x1x1"
@@ -86,7 +99,7 @@ def main(name, dtype):
     jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in types
   ]
   with jax.default_device(topology.devices[0]):
-    jax.jit(kernel).lower(*types).compile()
+    print(jax.jit(kernel).lower(*types).compile().as_text())
 
 
 if __name__ == "__main__":

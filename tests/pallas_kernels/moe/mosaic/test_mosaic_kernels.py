@@ -8,8 +8,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.moe.mosaic import layout
+from pallas_kernels.moe.mosaic import engine, layout
 from pallas_kernels.moe.mosaic.gate_up import gate_up
 from pallas_kernels.moe.mosaic.matmul import matmul
 from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
@@ -135,3 +136,15 @@ def test_bits_are_those_of_any_tile_shape_and_number_of_sms():
     y = interpreter.run(kernel, x, *rows.used, w)
     results.add(np.asarray(y)[rows.real].tobytes())
   assert len(results) == 1
+
+
+def test_a_missing_wait_is_found(monkeypatch):
+  rows, w = Rows(), weights(E, H, I)
+  wait = plgpu.wait_smem_to_gmem
+  monkeypatch.setattr(
+    plgpu, "wait_smem_to_gmem", lambda n, **kwargs: wait(max(n, 1), **kwargs)
+  )
+  monkeypatch.setattr(engine, "finish", lambda: wait(0, wait_read_only=True))
+  kernel = functools.partial(matmul, transposed=False, **FEW)
+  with pytest.raises(AssertionError, match="Threads race"):
+    interpreter.run(kernel, rows.normal(H, 3), *rows.used, w)
