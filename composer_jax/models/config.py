@@ -1,7 +1,8 @@
 """What a model is, in numbers. Presets of real shapes are in `presets.py`."""
 
 import dataclasses
-from typing import Literal
+import typing
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,8 @@ class GqaConfig:
   qk_norm: bool = False
 
   def __post_init__(self):
+    _check_at_least(1, self, "num_heads", "num_kv_heads", "head_dim")
+    _check_even(self, "head_dim")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"num_heads={self.num_heads} must be a multiple of"
@@ -49,6 +52,12 @@ class MlaConfig:
   rope_dim: int
   v_dim: int
 
+  def __post_init__(self):
+    _check_at_least(1, self, "num_heads", "kv_latent")
+    _check_at_least(1, self, "nope_dim", "rope_dim", "v_dim")
+    _check_at_least(0, self, "q_latent")
+    _check_even(self, "rope_dim")
+
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
@@ -71,6 +80,10 @@ class RouterConfig:
   scale: float = 1.0
   selection_bias: bool = False
 
+  def __post_init__(self):
+    _check_choices(self)
+    _check_at_least(1, self, "top_k", "num_groups", "top_groups")
+
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
@@ -81,16 +94,18 @@ class MoeConfig:
     expert_dim: hidden width of an expert.
     num_shared: shared experts, of the same width, that every token visits.
     router: how tokens pick experts.
-    implementation: of `pallas_kernels.moe.moe_ffn`; None is the fastest.
+    implementation: of `pallas_kernels.moe.moe_ffn`; "" is the fastest.
   """
 
   num_experts: int
   expert_dim: int
   router: RouterConfig
   num_shared: int = 0
-  implementation: str | None = None
+  implementation: str = ""
 
   def __post_init__(self):
+    _check_at_least(1, self, "num_experts", "expert_dim")
+    _check_at_least(0, self, "num_shared")
     router = self.router
     if self.num_experts % router.num_groups:
       raise ValueError(
@@ -126,7 +141,9 @@ class ModelConfig:
       `transformer.REMAT_POLICIES`.
     attention_kernel: "xla" runs anywhere and gives the same bits each time;
       "cudnn" is faster on NVIDIA GPUs, for grouped-query attention in 16 bits,
-      and its backward pass promises no order of summation.
+      and its backward pass promises no order of summation; "auto" is "cudnn"
+      where it can run, else "xla": training picks, and a model that is left
+      with "auto" takes "xla".
   """
 
   vocab_size: int
@@ -141,9 +158,12 @@ class ModelConfig:
   tie_embeddings: bool = False
   dtype: Literal["bfloat16", "float32"] = "bfloat16"
   remat: Literal["none", "dots", "full"] = "full"
-  attention_kernel: Literal["xla", "cudnn"] = "xla"
+  attention_kernel: Literal["auto", "xla", "cudnn"] = "xla"
 
   def __post_init__(self):
+    _check_choices(self)
+    _check_at_least(1, self, "vocab_size", "width", "num_layers")
+    _check_at_least(1 if self.num_dense_layers else 0, self, "dense_dim")
     if not 0 <= self.num_dense_layers <= self.num_layers:
       raise ValueError(
         f"num_dense_layers={self.num_dense_layers} must lie between 0 and"
@@ -159,3 +179,28 @@ class ModelConfig:
   def num_moe_layers(self) -> int:
     """Layers that are not dense."""
     return self.num_layers - self.num_dense_layers
+
+
+def _check_choices(config: Any) -> None:
+  """Raises ValueError for a field that is none of its Literal's choices."""
+  for name, hint in typing.get_type_hints(type(config)).items():
+    choices, value = typing.get_args(hint), getattr(config, name)
+    if typing.get_origin(hint) is Literal and value not in choices:
+      listed = ", ".join(map(repr, choices))
+      raise ValueError(f"{name}={value!r} must be one of {listed}.")
+
+
+def _check_at_least(least: int, config: Any, *names: str) -> None:
+  for name in names:
+    if getattr(config, name) < least:
+      raise ValueError(
+        f"{name}={getattr(config, name)} must be at least {least}."
+      )
+
+
+def _check_even(config: Any, name: str) -> None:
+  if getattr(config, name) % 2:
+    raise ValueError(
+      f"{name}={getattr(config, name)} must be even: rotary positions turn"
+      " pairs of numbers."
+    )

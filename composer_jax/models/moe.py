@@ -129,7 +129,7 @@ def _route_and_compute(
     gates,
     w_gate_up,
     w_down,
-    implementation=config.implementation,
+    implementation=config.implementation or None,
     axis_name=expert_axis,
     out_dtype=jnp.float32 if tensor_axis else None,
   )
