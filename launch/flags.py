@@ -21,7 +21,7 @@ import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dacite
 from absl import app, flags
@@ -172,7 +172,35 @@ def from_config[T](cls: type[T], config: ConfigDict | Mapping[str, Any]) -> T:
   try:
     return dacite.from_dict(cls, values, checks)
   except (dacite.DaciteError, ValueError) as error:
-    raise ConfigError(f"config: {error}") from error
+    raise ConfigError(f"config: {_explain(error, checks)}") from error
+
+
+def _explain(error: Exception, checks: dacite.Config) -> str:
+  """What is wrong, where dacite says only that something is."""
+  if not isinstance(error, dacite.WrongTypeError):
+    return str(error)
+  path, hint, value = error.field_path, error.field_type, error.value
+  choices = typing.get_args(hint)
+  if typing.get_origin(hint) is Literal:
+    listed = ", ".join(map(repr, choices))
+    return f"{path} must be one of {listed}, not {value!r}"
+  members = [member for member in choices if dataclasses.is_dataclass(member)]
+  if not (members and isinstance(value, Mapping)):
+    return str(error)
+  # The member that was meant has most of the names.
+  meant = max(
+    members, key=lambda cls: len(value.keys() & set(_field_names(cls)))
+  )
+  try:
+    dacite.from_dict(meant, value, checks)
+  except dacite.UnexpectedDataError as inner:
+    names = ", ".join(map(repr, sorted(inner.keys)))
+    return f"{path} has no key {names}, taken for a {meant.__name__}"
+  except (dacite.DaciteError, ValueError) as inner:
+    if isinstance(inner, dacite.DaciteFieldError):
+      inner.update_path(path)
+    return _explain(inner, checks)
+  return str(error)
 
 
 def _no_such_key(key: str, known: Iterable[str]) -> str:

@@ -141,10 +141,21 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pooling:
+  window: int
+  stride: int = 1
+
+  def __post_init__(self):
+    if self.window % self.stride:
+      raise ValueError(f"stride={self.stride} must divide {self.window}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
   width: int
   attention: Attention
   mixture: Attention | None = None
+  mixer: Attention | Pooling | None = None
   sizes: tuple[int, ...] = ()
   weights: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -199,7 +210,21 @@ def test_from_config_builds_nested_dataclasses():
     ({"width": "4"}, 'field "model.width" - should be "int" instead of'),
     ({"width": 4.0}, 'field "model.width" - should be "int" instead of'),
     ({"sizes": "12"}, 'field "model.sizes"'),
-    ({"attention.kind": "other"}, 'field "model.attention.kind"'),
+    (
+      {"attention.kind": "other"},
+      "config: model.attention.kind must be one of 'grouped', 'latent', not",
+    ),
+    ({"mixer": {"heads": 1, "kind": "x"}}, "model.mixer.kind must be one of"),
+    ({"mixer": {"window": 5, "stride": 2}}, "^config: stride=2 must divide 5$"),
+    ({"mixer": {"stride": 2}}, 'missing value for field "model.mixer.window"'),
+    (
+      {"mixer": {"window": "5"}},
+      'field "model.mixer.window" - should be "int"',
+    ),
+    (
+      {"mixer": {"window": 5, "stride": 1, "kind": "latent"}},
+      "model.mixer has no key 'kind', taken for a Pooling",
+    ),
     ({"attention": {}}, 'missing value for field "model.attention.heads"'),
     ({"width": 3}, "width must be a multiple of attention.heads"),
   ],
