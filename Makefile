@@ -11,7 +11,9 @@ BEGAN := $(shell date +%s)
 
 .PHONY: demo test lint format lock clean
 
+# Each demo is a run of its own; the prepared corpus stays.
 demo: $(VENV)/installed
+	rm -rf runs/demo/checkpoints
 	$(BIN)/python launch/demo.py --config=configs/midtrain_tiny.py:demo \
 	  --workdir=runs/demo --began=$(BEGAN)
 

@@ -90,4 +90,4 @@ def plot(result: Result, bigram: float, path: Path) -> None:
 
 
 if __name__ == "__main__":
-  run(main, mistakes=(ValueError, OSError, ImportError))
+  run(main, mistakes=train.MISTAKES)

@@ -59,13 +59,33 @@ def setup_logging() -> None:
 
 
 def _main(config: ConfigDict, workdir: str) -> None:
-  if _COORDINATOR.value == "auto":
-    jax.distributed.initialize()
-  elif _COORDINATOR.value:
-    jax.distributed.initialize(
-      _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
-    )
+  _initialize_processes()
   main(config, workdir, profile=_window(_PROFILE.value))
+
+
+def _initialize_processes() -> None:
+  """Joins the other processes of this run, if the flags speak of any."""
+  place = (_NUM_PROCESSES.value, _PROCESS_ID.value)
+  if _COORDINATOR.value in (None, "auto"):
+    if place != (None, None):
+      raise ConfigError(
+        "--num_processes and --process_id go with --coordinator=HOST:PORT"
+      )
+    if _COORDINATOR.value == "auto":
+      try:
+        jax.distributed.initialize()
+      except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+          "--coordinator=auto found no cluster manager that tells who is who:"
+          " give HOST:PORT, --num_processes and --process_id"
+        ) from error
+  elif None in place:
+    raise ConfigError(
+      f"--coordinator={_COORDINATOR.value} needs --num_processes and"
+      " --process_id, too"
+    )
+  else:
+    jax.distributed.initialize(_COORDINATOR.value, *place)
 
 
 def _window(text: str | None) -> tuple[int, int] | None:
@@ -80,5 +100,8 @@ def _window(text: str | None) -> tuple[int, int] | None:
   return int(first), int(last)
 
 
+# What a user can get wrong, beside the config itself.
+MISTAKES = (ValueError, OSError, ImportError, NonFiniteLossError)
+
 if __name__ == "__main__":
-  run(_main, mistakes=(ValueError, OSError, ImportError, NonFiniteLossError))
+  run(_main, mistakes=MISTAKES)

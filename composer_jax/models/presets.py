@@ -1,6 +1,6 @@
 """Models by name: two to train here, and real shapes to plan for.
 
-Published sizes (FACTS.md section 1), multi-token-prediction layers left out:
+Published sizes (the models' cards), multi-token-prediction layers left out:
 Kimi K2.5 1,026.4B parameters and 32.9B active, DeepSeek-V3 671.0B and 37.6B,
 Qwen3-30B-A3B 30.5B and 3.35B. A test counts them.
 """

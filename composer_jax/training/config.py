@@ -24,7 +24,8 @@ class TrainConfig:
     balance_rate: step of the routers' selection bias; see `moe.balance`.
     seed: of the initial weights and of the order of the data.
     init_from: a checkpoint folder of another run to take the weights from.
-    eval_batches: batches of an evaluation; 0 is all of the validation rows.
+    eval_batches: batches of `batch_size` sequences an evaluation; 0 is all of
+      the validation rows.
     log_every: steps between log lines.
     eval_every: steps between evaluations; the last step is always evaluated.
     checkpoint_every: steps between checkpoints; the last step always has one.
@@ -51,13 +52,25 @@ class TrainConfig:
   data_folder: str = ""
 
   def __post_init__(self):
+    for name, least in {
+      "batch_size": 1,
+      "num_steps": 1,
+      "accumulate": 1,
+      "z_loss": 0,
+      "balance_rate": 0,
+      "seed": 0,
+      "log_every": 1,
+      "eval_every": 1,
+      "eval_batches": 0,
+      "checkpoint_every": 1,
+      "keep": 1,
+    }.items():
+      if getattr(self, name) < least:
+        raise ValueError(
+          f"{name} must be at least {least}, got {getattr(self, name)}."
+        )
     if self.batch_size % self.accumulate:
       raise ValueError(
         f"batch_size={self.batch_size} must be a multiple of"
         f" accumulate={self.accumulate}."
       )
-    for name in ("num_steps", "log_every", "eval_every", "checkpoint_every"):
-      if getattr(self, name) < 1:
-        raise ValueError(
-          f"{name} must be at least 1, got {getattr(self, name)}"
-        )

@@ -18,21 +18,30 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from composer_jax import sharding
 from composer_jax.data import Data, load_data, make_loader
 from composer_jax.models import (
+  GqaConfig,
   LanguageModel,
+  ModelConfig,
   count_params,
   train_flops_per_token,
 )
 from composer_jax.training import state as state_lib
-from composer_jax.training.checkpoint import Checkpoints, restore_parts
+from composer_jax.training.checkpoint import (
+  CheckpointError,
+  Checkpoints,
+  read_meta,
+  restore_parts,
+)
 from composer_jax.training.config import TrainConfig
 from composer_jax.training.meter import Meter
 from composer_jax.training.metrics import (
@@ -95,6 +104,11 @@ def train(
     NonFiniteLossError: loss, gradient or weights are no longer numbers.
   """
   workdir = Path(workdir).expanduser().absolute()
+  if profile and profile[1] > config.num_steps:
+    raise ValueError(
+      f"The profiler's window {profile[0]}:{profile[1]} ends after the run's"
+      f" last step, {config.num_steps}."
+    )
 
   # ------------------------------------------------------------------- mesh
   mesh = sharding.make_mesh(config.mesh)
@@ -108,10 +122,18 @@ def train(
   # ------------------------------------------------------------------- data
   data = load_data(config.data, config.data_folder or workdir / "data")
   _check_vocabulary(config, data)
+  _check_same_data(data)
+  # What must not change when a run resumes, or it would go on elsewhere.
+  identity = {
+    "data": data.key,
+    "tokenizer": data.tokenizer.digest,
+    "batch_size": config.batch_size,
+    "seed": config.seed,
+  }
   loader = make_loader(data.train, seed=config.seed, **_part(config.batch_size))
 
   # ------------------------------------------------- model, optimizer, state
-  model = LanguageModel(config.model)
+  model = LanguageModel(_with_attention_kernel(config.model))
   optimizer = make_optimizer(
     config.optimizer, model.param_specs, config.num_steps
   )
@@ -131,13 +153,15 @@ def train(
     restored = checkpoints.restore(abstract, loader)
     if restored:
       start, state, meta = restored
+      _check_identity(checkpoints.folder, meta["identity"], identity)
       _log.info("Resuming at step %d", start)
     else:
       start, meta = 0, {"history": [], "tokens": 0.0}
-      state = _fresh_state(model, optimizer, abstract, config)
+      state = _fresh_state(model, optimizer, abstract, config, identity)
 
     history = [tuple(point) for point in meta["history"]]
     if start >= config.num_steps:
+      _log.info("Already trained to step %d; nothing to do", start)
       rate = meta["tokens_per_second"]
       return Result(model, state, data, mesh, history, rate, finished=True)
 
@@ -174,7 +198,7 @@ def train(
       # A run that left no checkpoint starts its log afresh, too.
       resumed_step=start if restored else -1,
     ) as writer:
-      if not history:
+      if not history and len(data.validation):
         history.append((start, evaluate(state)))
         writer.write(start, _log_validation(history))
       split = TimeSplit()
@@ -197,6 +221,7 @@ def train(
           jax.profiler.stop_trace()
           tracing = False
         evaluating = last or done % config.eval_every == 0
+        evaluating = evaluating and len(data.validation)
         saving = last or stopping or done % config.checkpoint_every == 0
         logging_now = last or stopping or done % config.log_every == 0
         if logging_now or evaluating or saving:
@@ -217,6 +242,7 @@ def train(
         if saving:  # after the log, which a resumed run takes up from here
           with split.phase("checkpoint"):
             facts = {
+              "identity": identity,
               "history": history,
               "tokens": meta["tokens"] + meter.tokens,
               "tokens_per_second": meter.tokens_per_second,
@@ -243,9 +269,17 @@ def _fresh_state(
   optimizer: optax.GradientTransformation,
   abstract: state_lib.TrainState,
   config: TrainConfig,
+  identity: dict[str, Any],
 ) -> state_lib.TrainState:
   given = None
   if config.init_from:
+    tokenizer = read_meta(config.init_from)["identity"]["tokenizer"]
+    if tokenizer != identity["tokenizer"]:
+      raise CheckpointError(
+        f"the weights in {config.init_from} were trained with another"
+        " tokenizer, so that their embeddings mean other text: set"
+        " data.tokenizer to the tokenizer.json in that run's data folder"
+      )
     # The selection bias too: it decides where tokens go.
     given = restore_parts(
       config.init_from,
@@ -253,6 +287,43 @@ def _fresh_state(
     )
     _log.info("Weights from %s", config.init_from)
   return state_lib.init_state(model, optimizer, abstract, config.seed, given)
+
+
+def _check_identity(
+  folder: os.PathLike, saved: dict[str, Any], now: dict[str, Any]
+) -> None:
+  """Refuses to resume a run on other data."""
+  changed = [name for name, value in now.items() if saved[name] != value]
+  if changed:
+    raise CheckpointError(
+      f"the run in {folder} can't go on as it began, since these have changed:"
+      f" {', '.join(changed)} (the data also change when their sources do);"
+      " set them back, or start afresh with another --workdir"
+    )
+
+
+def _check_same_data(data: Data) -> None:
+  """Refuses to train on data that differ between processes."""
+  mine = np.frombuffer(data.key.encode(), np.uint8)
+  if (multihost_utils.process_allgather(mine) != mine).any():
+    raise ValueError(
+      "The processes of this run have different corpora: give all the same"
+      " files, or one shared data_folder and sources that all of them see."
+    )
+
+
+def _with_attention_kernel(config: ModelConfig) -> ModelConfig:
+  """Decides what `attention_kernel="auto"` is here."""
+  if config.attention_kernel != "auto":
+    return config
+  cudnn = (
+    jax.default_backend() == "gpu"
+    and isinstance(config.attention, GqaConfig)
+    and config.dtype == "bfloat16"
+  )
+  kernel = "cudnn" if cudnn else "xla"
+  _log.info("Attention by %s", kernel)
+  return dataclasses.replace(config, attention_kernel=kernel)
 
 
 def _make_evaluate(
@@ -267,6 +338,8 @@ def _make_evaluate(
     out_shardings=sharding.replicated(batch_sharding.mesh),
   )
 
+  parts = config.accumulate
+
   def evaluate(state: state_lib.TrainState) -> float:
     nats = num_bytes = 0.0
     batches = make_loader(
@@ -275,10 +348,10 @@ def _make_evaluate(
       shuffle=False,
       num_epochs=1,
       # As many rows as fit where a micro-batch does.
-      **_part(config.batch_size // config.accumulate),
+      **_part(config.batch_size // parts),
     )
     for index, local in enumerate(batches):
-      if config.eval_batches and index == config.eval_batches:
+      if config.eval_batches and index == parts * config.eval_batches:
         break
       sums = jax.device_get(
         eval_step(state, _to_devices(local, batch_sharding))

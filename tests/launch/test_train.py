@@ -313,3 +313,39 @@ def test_a_mistake_is_one_line(changes, message, tmp_path):
   assert code == 2, log
   assert log.splitlines()[-1] == f"error: {message}"
   assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--num_processes=2"], "go with --coordinator=HOST:PORT"),
+    (["--coordinator=localhost:1"], "needs --num_processes and --process_id"),
+    (["--coordinator=auto"], "found no cluster manager"),
+  ],
+)
+def test_half_told_processes_are_refused(
+  arguments, message, data_folder, tmp_path
+):
+  workdir = tmp_path / "run"
+  assert run(workdir, data_folder, *arguments) == 2
+  assert message in log_of(workdir)
+  assert "Traceback" not in log_of(workdir)
+
+
+def test_configs_leave_the_devices_alone():
+  """Else no process of several could join the others afterwards."""
+  program = """
+from pathlib import Path
+from jax._src import xla_bridge
+from launch.flags import load_config
+for path in Path("configs").glob("[!_]*.py"):
+  load_config(str(path))
+  assert not xla_bridge.backends_are_initialized(), path
+"""
+  subprocess.run(
+    [sys.executable, "-c", program],
+    cwd=REPOSITORY,
+    env=os.environ | {"PYTHONPATH": "."},
+    check=True,
+    timeout=120,
+  )

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from composer_jax.data import DataConfig
 from composer_jax.training.checkpoint import CheckpointError
-from composer_jax.training.loop import Result, train
+from composer_jax.training.loop import Result, _make_evaluate, train
 from composer_jax.training.meter import Meter, NonFiniteLossError
 from composer_jax.training.optimizer import OptimizerConfig
 from composer_jax.training.sample import complete
@@ -164,6 +164,56 @@ def test_weights_of_another_run(run, tmp_path):
   with pytest.raises(CheckpointError) as error:
     train(nowhere, tmp_path / "other")
   assert str(error.value) == f"no checkpoint in {tmp_path / 'nowhere'}"
+
+
+def test_weights_of_another_tokenizer_are_refused(run, tmp_path):
+  config = dataclasses.replace(
+    run.config,
+    init_from=str(run.workdir / "checkpoints"),
+    data=dataclasses.replace(run.config.data, vocab_size=265),
+  )
+  with pytest.raises(CheckpointError, match="with another tokenizer"):
+    train(config, tmp_path / "next")
+
+
+def test_a_run_does_not_go_on_with_other_data(run):
+  changed = {
+    "seed": {"seed": 1},
+    "batch_size": {"batch_size": 2 * run.config.batch_size},
+    "data": {"data": dataclasses.replace(run.config.data, seed=1)},
+  }
+  for name, change in changed.items():
+    config = dataclasses.replace(run.config, num_steps=80, **change)
+    with pytest.raises(CheckpointError, match=f"have changed: {name} "):
+      train(config, run.workdir)
+
+
+def test_trains_without_anything_held_out(run, tmp_path):
+  data = dataclasses.replace(run.config.data, validation_fraction=0.0)
+  config = dataclasses.replace(run.config, data=data, num_steps=6)
+  assert train(config, tmp_path / "all").history == []
+
+
+def test_micro_batches_evaluate_the_same_rows(run):
+  result = run.result
+  values = []
+  for accumulate in (1, 2):
+    config = dataclasses.replace(
+      run.config, accumulate=accumulate, eval_batches=1
+    )
+    evaluate = _make_evaluate(
+      config,
+      result.model,
+      result.data,
+      jax.sharding.NamedSharding(result.mesh, jax.P()),
+    )
+    values.append(evaluate(result.state))
+  assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
+def test_a_profile_window_past_the_end_is_refused(run, tmp_path):
+  with pytest.raises(ValueError, match="after the run's last step, 40"):
+    train(run.config, tmp_path, profile=(39, 41))
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "param_norm"])
