@@ -1,11 +1,13 @@
 """Backward through the down projection and SwiGLU, as one multiplication.
 
 dA' = dY W_down^T, with the weights read transposed from shared memory. The
-pre-activations of the tile arrive by TMA beside it, and the epilogue turns them
-and dA' into the gradients of gate and up, the recomputed activation that the
-weight gradient of the down projection needs, and the row sums of dA' * A, the
-gradient of the gate weight (so the expert outputs are never saved). Sums over
-column tiles are left apart, to be added in a fixed order. Interpreted on CPUs
+epilogue turns dA' and the pre-activations into the gradients of gate and up,
+the recomputed activation that the weight gradient of the down projection needs,
+and the row sums of dA' * A, the gradient of the gate weight (so the expert
+outputs are never saved). Sums over column tiles are left apart, to be added in
+a fixed order. Pre-activations arrive by TMA, the first two chunks during the
+multiplication, the others two chunks ahead; gradients leave from where they
+lay. Interpreted on CPUs
 and compiled for sm_90a in the tests; not yet run on a GPU.
 """
 
@@ -45,7 +47,7 @@ def swiglu_gradient(
     tile_expert: the expert of each tile.
     num_tiles: how many tiles to compute; the others stay undefined.
     w_down: weights.
-    columns: columns of I a tile, 64 or 128.
+    columns: columns of I a tile, a multiple of 64 up to 256.
     stages: TMA stages.
     band: row tiles walked together, a power of two.
     num_sms: blocks; no result depends on it.
@@ -61,9 +63,11 @@ def swiglu_gradient(
     engine.block((TILE, DEPTH), lambda i: (0, i), dtype),
     engine.block((columns, DEPTH), lambda i: (0, i), dtype),
   )
-  pre_tile = plgpu.SMEM(
-    (2, 2, WARPGROUP_ROWS, columns), dtype, transforms=engine.swizzled(dtype)
-  )
+  # Of each consumer: two slots of gate and up, and one for what leaves as A.
+  shape = (WARPGROUP_ROWS, chunk)
+  swizzle = engine.swizzled(dtype)
+  pre_chunks = plgpu.SMEM((2, 2, 2, *shape), dtype, transforms=swizzle)
+  act_chunk = plgpu.SMEM((2, *shape), dtype, transforms=swizzle)
 
   def body(expert_ref, count_ref, dy_ref, weight_ref, pre_ref, w_ref, *outputs):
     d_pre_ref, act_ref, d_weight_ref = outputs
@@ -71,13 +75,13 @@ def swiglu_gradient(
     @functools.partial(
       pl.run_scoped,
       ring=engine.ring((dy_ref, w_ref.at[0]), specs=specs, stages=stages),
-      staged=engine.staging(dtype),
-      tiles=pre_tile,
-      # Of each consumer: its gate and its up have arrived.
-      arrived=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+      chunks=pre_chunks,
+      acts=act_chunk,
+      # Of each consumer and slot: its gate and its up have arrived.
+      arrived=plgpu.Barrier(num_arrivals=2, num_barriers=4),
       collective_axes="wg",
     )
-    def _(ring, staged, tiles, arrived):
+    def _(ring, chunks, acts, arrived):
       me, mine = lax.axis_index("wg"), engine.my_rows()
 
       @engine.walk(count_ref[0], inner // columns, band)
@@ -90,50 +94,59 @@ def swiglu_gradient(
           plgpu.wgmma_wait(0)
           return accs
 
-        def context(run):
+        def at(ref, column):
+          return ref.at[at_rows, pl.ds(column, chunk)].at[mine]
+
+        def fetch(j):
+          slot = j // chunk % 2
           for side in (0, 1):
-            at = pl.ds(side * inner + first, columns)
             plgpu.copy_gmem_to_smem(
-              pre_ref.at[at_rows, at].at[mine],
-              tiles.at[me, side],
-              arrived.at[me],
+              at(pre_ref, side * inner + first + j),
+              chunks.at[me, slot, side],
+              arrived.at[2 * me + slot],
             )
+
+        def context(run):
+          engine.finish()  # The tile before has left its slots.
+          for j in range(0, min(2 * chunk, columns), chunk):
+            fetch(j)
 
           @engine.accumulators(1, columns)
           def _(accs):
             run(tuple(accs))
             d_act = accs[0][...]
-            plgpu.barrier_wait(arrived.at[me])
             share = plgpu.load(
               weight_ref.at[at_rows].at[mine],
               layout=plgpu.Layout.WGMMA.reduce(1),
               optimized=False,
             )
-            total = []
-
-            def chunks():
-              for j in range(0, columns, chunk):
-                part = pl.ds(j, chunk)
-                d_gate, d_up, act, products = _epilogue(
-                  tiles[me, 0, :, part],
-                  tiles[me, 1, :, part],
-                  d_act[:, j : j + chunk],
-                  lax.broadcast_in_dim(share, (WARPGROUP_ROWS, chunk), (0,)),
-                )
-                total.append(products.sum(axis=1))
-                for value, ref, at in (
-                  (d_gate, d_pre_ref, first + j),
-                  (d_up, d_pre_ref, inner + first + j),
-                  (act, act_ref, first + j),
-                ):
-                  yield (
-                    value.astype(dtype),
-                    ref.at[at_rows, pl.ds(at, chunk)].at[mine],
-                  )
-
-            engine.store(staged, chunks(), 3 * columns // chunk)
+            sums = []
+            for j in range(0, columns, chunk):
+              slot = j // chunk % 2
+              mine_now = chunks.at[me, slot]
+              plgpu.barrier_wait(arrived.at[2 * me + slot])
+              engine.finish()  # The chunk before has left.
+              if 0 < j < columns - chunk:
+                fetch(j + chunk)
+              d = d_act[:, j : j + chunk]
+              weights = lax.broadcast_in_dim(share, shape, (0,))
+              act = _activation(mine_now[0], mine_now[1])
+              sums.append((d * act).sum(axis=1))
+              acts[me] = (weights * act).astype(dtype)
+              # Read again after a barrier: fewer registers in use at a time.
+              plgpu.commit_smem()
+              d_gate, d_up = _gradients(mine_now[0], mine_now[1], weights * d)
+              mine_now[0] = d_gate.astype(dtype)
+              mine_now[1] = d_up.astype(dtype)
+              plgpu.commit_smem()
+              for source, ref, column in (
+                (mine_now.at[0], d_pre_ref, first + j),
+                (mine_now.at[1], d_pre_ref, inner + first + j),
+                (acts.at[me], act_ref, first + j),
+              ):
+                plgpu.copy_smem_to_gmem(source, at(ref, column))
             sums_ref = d_weight_ref.at[column_tile, at_rows].at[mine]
-            sums_ref[...] = functools.reduce(jnp.add, total)
+            sums_ref[...] = functools.reduce(jnp.add, sums)
 
         engine.pipeline(
           step, context, specs=specs, steps=width // DEPTH, stages=stages
@@ -158,13 +171,15 @@ def swiglu_gradient(
   )
 
 
-def _epilogue(gate, up, d_act, share):
-  """Gradients of gate and up, share * A, and d_act * A, all float32."""
+def _activation(gate, up):
+  """The activation silu(gate) * up in float32."""
+  gate = gate.astype(jnp.float32)
+  return gate * (1 / (1 + jnp.exp(-gate))) * up.astype(jnp.float32)
+
+
+def _gradients(gate, up, d_act):
+  """Gradients of gate and up in float32."""
   gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
   sigmoid = 1 / (1 + jnp.exp(-gate))
   silu = gate * sigmoid
-  act = silu * up
-  products = d_act * act
-  d_act = share * d_act
-  d_gate = d_act * up * (sigmoid + silu * (1 - sigmoid))
-  return d_gate, d_act * silu, share * act, products
+  return d_act * up * (sigmoid + silu * (1 - sigmoid)), d_act * silu

@@ -7,7 +7,7 @@ order of a sum over the contraction, which always runs in steps of 64.
 - A tile has 128 rows, one expert's, 64 for each of two consumer warpgroups.
 - Columns: the most that divide the width and whose accumulators fit the
   registers: 64 x 256 float32 are 128 registers a thread. Gate and up share
-  them, so 128 each; the SwiGLU gradient holds pre-activations besides.
+  them, so 128 each. Narrower tiles would ask more of the L2 cache than it has.
 - Stages: as many as shared memory has room for, at most four.
 - Bands of eight row tiles share the weights that they meet in the L2 cache.
 """
@@ -21,7 +21,8 @@ from pallas_kernels.moe.mosaic.layout import TILE
 
 # A block's shared memory on Hopper, less 1 KiB for barriers and row sums.
 _SHARED_BYTES = 226 * 1024
-_STAGING_BYTES = 2 * 2 * 64 * 128
+# 64 rows of 128 bytes: what a consumer stores, or fetches, at once.
+_CHUNK_BYTES = 64 * 128
 _ELEMENT_BYTES = 2
 
 
@@ -51,8 +52,7 @@ def matmul(width: int) -> Tiles:
 
 def swiglu_gradient(inner: int) -> Tiles:
   """Tiles of the backward pass through SwiGLU, I = inner."""
-  pre_activations = 2 * TILE * _ELEMENT_BYTES
-  return _tiles(inner, most=128, bytes_per_column=pre_activations)
+  return _tiles(inner, most=256, buffers=10 * _CHUNK_BYTES)
 
 
 def weight_gradient(height: int, width: int) -> Tiles:
@@ -68,9 +68,10 @@ def sm_count() -> int:
 
 
 def _tiles(
-  width, *, most, operands=1, bytes_per_column=0, choices=(256, 192, 128, 64)
-):
+  width, *, most, operands=1, buffers=4 * _CHUNK_BYTES,
+  choices=(256, 192, 128, 64),
+):  # fmt: skip
   columns = next(c for c in choices if c <= most and width % c == 0)
-  room = _SHARED_BYTES - _STAGING_BYTES - bytes_per_column * columns
   stage = DEPTH * (TILE + operands * columns) * _ELEMENT_BYTES
-  return Tiles(columns, min(4, room // stage), band=8, num_sms=sm_count())
+  stages = min(4, (_SHARED_BYTES - buffers) // stage)
+  return Tiles(columns, stages, band=8, num_sms=sm_count())

@@ -6,6 +6,7 @@ compiles for the target described in hopper.txtpb.
 
 import functools
 import pathlib
+import re
 import sys
 
 import jax
@@ -99,7 +100,8 @@ def main(name, dtype):
     jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in types
   ]
   with jax.default_device(topology.devices[0]):
-    print(jax.jit(kernel).lower(*types).compile().as_text())
+    program = jax.jit(kernel).lower(*types).compile().as_text()
+  print(re.sub(r"backend_config=.*", "", program))
 
 
 if __name__ == "__main__":

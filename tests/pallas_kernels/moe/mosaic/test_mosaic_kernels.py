@@ -82,11 +82,12 @@ def test_matmul(transposed):
   close(rows.of(y), np.einsum(spec, rows.of(x), wide(w)[rows.expert]))
 
 
-def test_swiglu_gradient():
+@pytest.mark.parametrize("columns", [64, 192])
+def test_swiglu_gradient(columns):
   rows, w = Rows(), weights(E, I, H)
   dy, pre = rows.normal(H, 4), rows.normal(2 * I, 5)
   weight = rows.normal(1, 6, jnp.float32)[:, 0]
-  kernel = functools.partial(swiglu_gradient, **FEW)
+  kernel = functools.partial(swiglu_gradient, **FEW | {"columns": columns})
   d_pre, act, products = interpreter.run(kernel, dy, weight, pre, *rows.used, w)
   gate, up = np.split(rows.of(pre), 2, axis=1)
   sigmoid = 1 / (1 + np.exp(-gate))
@@ -96,7 +97,7 @@ def test_swiglu_gradient():
   expected = share * np.concatenate([d_gate, d_act * gate * sigmoid], 1)
   close(rows.of(d_pre), expected)
   close(rows.of(act), share * a)
-  assert products.shape == (I // FEW["columns"], rows.slots)
+  assert products.shape == (I // columns, rows.slots)
   total = wide(products).sum(0)[rows.real]
   close(total, (d_act * a).sum(1), 1e-5)
 
