@@ -125,7 +125,7 @@ def store(staged, chunks, count: int):
 
 
 def finish():
-  """Waits until shared memory has been read: before the kernel ends."""
+  """Waits until all that was sent has left shared memory."""
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
