@@ -11,7 +11,11 @@ A checkpoint is for resuming a run. Weights on their way to inference hosts are
 the business of shipping, and Hugging Face files that of `composer_jax.models`.
 """
 
+import contextlib
+import json
 import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import grain
@@ -22,6 +26,17 @@ from etils import epath
 from jaxtyping import PyTree
 
 _MAX_LISTED = 3
+# What must be there of a state, and how TensorStore's messages begin when what
+# is there can't be read. Others ("UNAVAILABLE", "PERMISSION_DENIED") may pass.
+_STATE_FILES = ("_METADATA", "manifest.ocdbt")
+_UNREADABLE = (
+  "DATA_LOSS",
+  "FAILED_PRECONDITION",
+  "NOT_FOUND",
+  "OUT_OF_RANGE",
+  "Error opening",
+  "Error reading",
+)
 
 
 class CheckpointError(ValueError):
@@ -86,19 +101,23 @@ class Checkpoints:
 
     Returns:
       Whether a save was started.
+
+    Raises:
+      CheckpointError: this save, or the one before, couldn't be written.
     """
     due = force or step % self.every == 0
     if not due or step == self._manager.latest_step():
       return False
-    return self._manager.save(
-      step,
-      args=ocp.args.Composite(
-        state=ocp.args.StandardSave(state),
-        data=grain.checkpoint.CheckpointSave(data_iterator),
-        meta=ocp.args.JsonSave(meta),
-      ),
-      force=True,
-    )
+    with self._writing():
+      return self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state),
+          data=grain.checkpoint.CheckpointSave(data_iterator),
+          meta=ocp.args.JsonSave(meta),
+        ),
+        force=True,
+      )
 
   def restore(
     self, abstract_state: PyTree, data_iterator: grain.DatasetIterator
@@ -115,12 +134,24 @@ class Checkpoints:
 
     Raises:
       CheckpointError: the state's paths, shapes or dtypes differ, or another
-        number of processes saved the position in the data.
+        number of processes saved the position in the data, or the checkpoint is
+        damaged.
     """
     step = self._manager.latest_step()
     if step is None:
       return None
     path = self.folder / str(step)
+    needed = [f"state/{name}" for name in _STATE_FILES]
+    with _naming_damage(path, *needed, "data", "meta/metadata"):
+      return step, *self._restore(step, path, abstract_state, data_iterator)
+
+  def _restore(
+    self,
+    step: int,
+    path: epath.Path,
+    abstract_state: PyTree,
+    data_iterator: grain.DatasetIterator,
+  ) -> tuple[PyTree, dict[str, Any]]:
     _check(
       self._manager.item_metadata(step)["state"],
       abstract_state,
@@ -135,6 +166,10 @@ class Checkpoints:
         f"the data position in {path} was saved by {len(writers)} processes, "
         f"not {jax.process_count()}: resume with as many as before"
       )
+    if len(writers) != jax.process_count():
+      raise _damaged(
+        path, f"data has {len(writers)} of {jax.process_count()} positions"
+      )
     restored = self._manager.restore(
       step,
       args=ocp.args.Composite(
@@ -143,15 +178,30 @@ class Checkpoints:
         meta=ocp.args.JsonRestore(),
       ),
     )
-    return step, restored["state"], restored["meta"]
+    return restored["state"], restored["meta"]
 
   def wait(self) -> None:
-    """Waits until what was saved is on disk; raises what went wrong there."""
-    self._manager.wait_until_finished()
+    """Waits until what was saved is on disk.
+
+    Raises:
+      CheckpointError: it couldn't be written.
+    """
+    with self._writing():
+      self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits, then frees the background threads."""
-    self._manager.close()
+    """Waits as `wait` does, then frees the background threads."""
+    with self._writing():
+      self._manager.close()
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    try:
+      yield
+    except (OSError, ValueError) as error:
+      raise CheckpointError(
+        f"a checkpoint in {self.folder} could not be saved ({_reason(error)})"
+      ) from error
 
   def __enter__(self) -> "Checkpoints":
     return self
@@ -174,28 +224,86 @@ def restore_parts(
     The entries, in the given shardings.
 
   Raises:
-    CheckpointError: no checkpoint there, or other paths, shapes or dtypes.
+    CheckpointError: no checkpoint there, or a damaged one, or other paths,
+      shapes or dtypes.
   """
+  checkpoint = _latest(folder)
+  path = checkpoint / "state"
+  handler = ocp.PyTreeCheckpointHandler()
+  with _naming_damage(checkpoint, *(f"state/{name}" for name in _STATE_FILES)):
+    _check(
+      handler.metadata(path),
+      abstract,
+      path,
+      remedy="use the model config that wrote it",
+    )
+    return handler.restore(
+      path,
+      args=ocp.args.PyTreeRestore(
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
+      ),
+    )
+
+
+def read_meta(folder: str | os.PathLike) -> dict[str, Any]:
+  """The meta object of the latest checkpoint of another run.
+
+  Args:
+    folder: the other run's checkpoint folder.
+
+  Raises:
+    CheckpointError: no checkpoint there, or a damaged one.
+  """
+  path = _latest(folder)
+  with _naming_damage(path, "meta/metadata"):
+    return ocp.JsonCheckpointHandler().restore(path / "meta")
+
+
+def _latest(folder: str | os.PathLike) -> epath.Path:
   folder = _absolute(folder)
   steps = ocp.utils.checkpoint_steps(folder) if folder.exists() else []
   if not steps:
     raise CheckpointError(f"no checkpoint in {folder}")
-  path = folder / str(max(steps)) / "state"
-  handler = ocp.PyTreeCheckpointHandler()
-  _check(
-    handler.metadata(path),
-    abstract,
-    path,
-    remedy="use the model config that wrote it",
+  return folder / str(max(steps))
+
+
+@contextlib.contextmanager
+def _naming_damage(path: epath.Path, *needed: str) -> Iterator[None]:
+  """Makes one sentence of what is missing or can't be read in a checkpoint.
+
+  Args:
+    path: the checkpoint.
+    needed: files and folders that it must have.
+  """
+  for name in needed:
+    if not (path / name).exists():
+      raise _damaged(path, f"{name} is missing")
+  try:
+    yield
+  except Exception as error:  # Orbax wraps TensorStore's in a bare one.
+    root: BaseException = error
+    while root.__cause__:
+      root = root.__cause__
+    unreadable = isinstance(
+      root, FileNotFoundError | UnicodeDecodeError | json.JSONDecodeError
+    ) or (isinstance(root, ValueError) and str(root).startswith(_UNREADABLE))
+    if not unreadable:
+      raise
+    raise _damaged(path, _reason(root)) from error
+
+
+def _damaged(path: epath.Path, reason: str) -> CheckpointError:
+  return CheckpointError(
+    f"the checkpoint {path} is damaged ({reason}): remove that folder to go on"
+    " from the one before"
   )
-  return handler.restore(
-    path,
-    args=ocp.args.PyTreeRestore(
-      abstract,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-      partial_restore=True,
-    ),
-  )
+
+
+def _reason(error: BaseException) -> str:
+  """The error in one line, without the details that TensorStore appends."""
+  return re.sub(r" \[\w+='.*", "", " ".join(str(error).split()))
 
 
 def _check(metadata, abstract: PyTree, path: epath.Path, *, remedy: str):

@@ -1,4 +1,8 @@
+import contextlib
 import dataclasses
+import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+from composer_jax.training import checkpoint
 from composer_jax.training.checkpoint import (
   CheckpointError,
   Checkpoints,
@@ -184,6 +189,137 @@ def test_another_number_of_processes_is_refused(tmp_path):
     position.unlink()
     with pytest.raises(CheckpointError, match="by 2 processes, not 1: resume"):
       checkpoints.restore(abstract(state), make_data())
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+  """Of a state with an array that is too large to lie inside an index."""
+  folder = tmp_path_factory.mktemp("two_checkpoints")
+  with Checkpoints(folder, keep=2, every=1) as checkpoints:
+    for step in (1, 2):
+      checkpoints.save(step, large_state(), make_data(), {"tokens": step})
+  return folder
+
+
+def large_state() -> dict:
+  noise = jax.random.bits(jax.random.key(0), (1 << 16,))
+  return {"params": noise, "step": jnp.int32(1)}
+
+
+def remove(path):
+  shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def halve(path):
+  content = path.read_bytes()
+  path.write_bytes(content[: len(content) // 2])
+
+
+def empty(path):
+  if path.is_dir():
+    shutil.rmtree(path)
+    path.mkdir()
+  else:
+    path.write_bytes(b"")
+
+
+def halve_largest(path):
+  files = [file for file in path.rglob("*") if file.is_file()]
+  halve(max(files, key=lambda file: file.stat().st_size))
+
+
+# Orbax leaves event loops unfinished where a read or a write fails.
+_UNFINISHED_LOOPS = pytest.mark.filterwarnings(
+  "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@_UNFINISHED_LOOPS
+@pytest.mark.parametrize(
+  ("damage", "name", "reason"),
+  [
+    (empty, "", "state/_METADATA is missing"),
+    (remove, "state", "state/_METADATA is missing"),
+    (halve, "state/_METADATA", "Unterminated string"),
+    (empty, "state/_METADATA", "Expecting value"),
+    (remove, "state/manifest.ocdbt", "state/manifest.ocdbt is missing"),
+    (empty, "state/manifest.ocdbt", "DATA_LOSS: .* less than minimum length"),
+    (empty, "state/d", "NOT_FOUND: "),
+    (halve_largest, "state", "OUT_OF_RANGE: .* range .* is not valid"),
+    (remove, "data", "data is missing"),
+    (empty, "data", "data has 0 of 1 positions"),
+    (halve, "data/process_0-of-1.json", "Unterminated string"),
+    (remove, "meta", "meta/metadata is missing"),
+    (empty, "meta/metadata", "Expecting value"),
+  ],
+)
+def test_a_damaged_checkpoint_is_named_and_may_be_removed(
+  damage, name, reason, two_checkpoints, tmp_path
+):
+  folder = tmp_path / "run"
+  shutil.copytree(two_checkpoints, folder)
+  damage(folder / "2" / name)
+  sentence = (
+    rf"the checkpoint {folder}/2 is damaged \({reason}.*\): remove that folder"
+    " to go on from the one before"
+  )
+  wanted = abstract(large_state())
+  with Checkpoints(folder, keep=2, every=1) as checkpoints:
+    with pytest.raises(CheckpointError) as error:
+      checkpoints.restore(wanted, make_data())
+    assert re.fullmatch(sentence, str(error.value))
+    assert "tensorstore_spec" not in str(error.value)
+  if not name.startswith(("data", "meta")):
+    with pytest.raises(CheckpointError) as error:
+      restore_parts(folder, {"params": wanted["params"]})
+    assert re.fullmatch(sentence, str(error.value))
+
+  remove(folder / "2")
+  with Checkpoints(folder, keep=2, every=1) as checkpoints:
+    assert checkpoints.restore(wanted, make_data())[0] == 1
+
+
+def test_an_error_in_our_own_code_is_not_called_damage(
+  two_checkpoints, monkeypatch
+):
+  def fail(*_, **__):
+    raise ValueError("a bug")
+
+  monkeypatch.setattr(checkpoint, "_check", fail)
+  with pytest.raises(ValueError, match=r"^a bug$"):
+    restore_parts(two_checkpoints, {})
+
+
+@pytest.fixture
+def small_files_only():
+  """Stands for a full disk: no file may grow past 64 KiB."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+  yield
+  resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@_UNFINISHED_LOOPS
+@pytest.mark.parametrize("wait", ["wait", "close", "save"])
+def test_a_failed_write_is_told_in_one_sentence(
+  wait, tmp_path, small_files_only
+):
+  state, data = large_state(), make_data()
+  checkpoints = Checkpoints(tmp_path, keep=2, every=1)
+  checkpoints.save(1, state, data, {})
+  with pytest.raises(CheckpointError) as error:
+    if wait == "save":
+      checkpoints.save(2, state, data, {})
+      checkpoints.save(3, state, data, {})
+    else:
+      getattr(checkpoints, wait)()
+  assert re.fullmatch(
+    rf"a checkpoint in {tmp_path} could not be saved \(.*: File too large\)",
+    str(error.value),
+  )
+  assert error.value.__cause__
+  with contextlib.suppress(CheckpointError):
+    checkpoints.close()
 
 
 def test_a_save_cut_short_by_kill_leaves_the_previous_checkpoint(tmp_path):
