@@ -45,7 +45,8 @@ def content_hash(files: Iterable[SourceFile]) -> str:
   """SHA-256 over all paths and bytes, whatever their order."""
   digests = sorted(
     hashlib.sha256(
-      hashlib.sha256(file.path.encode()).digest()
+      # A name that isn't UTF-8 holds surrogates in the place of its bytes.
+      hashlib.sha256(file.path.encode(errors="surrogatepass")).digest()
       + hashlib.sha256(file.content).digest()
     ).digest()
     for file in files
@@ -56,8 +57,9 @@ def content_hash(files: Iterable[SourceFile]) -> str:
 def why_skip(file: SourceFile) -> str:
   """The reason why a file is no document, or "" if it is one."""
   try:
+    file.path.encode()
     text = file.content.decode()
-  except UnicodeDecodeError:
+  except UnicodeError:
     return "undecodable"
   lines = text.splitlines()
   if not text.strip():

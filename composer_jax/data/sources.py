@@ -56,8 +56,9 @@ def read_sources(
     so that they are the same on every machine.
 
   Raises:
-    ValueError: a source is not one of the known kinds.
+    ValueError: a source is not one of the known kinds, or pip isn't there.
     FileNotFoundError: a folder or archive does not exist.
+    OSError: pip could not download a wheel.
   """
   files = [
     SourceFile(path, content)
@@ -153,7 +154,7 @@ def _wheel(source: str, cache: Path) -> Path:
 
 def _download(requirement: str, folder: Path) -> None:
   if importlib.util.find_spec("pip") is None:
-    raise RuntimeError(
+    raise ValueError(
       f"Downloading {requirement} needs pip in this environment: install pip, "
       "or give the path of a wheel."
     )
@@ -164,7 +165,7 @@ def _download(requirement: str, folder: Path) -> None:
   result = subprocess.run(command, capture_output=True, text=True)
   if result.returncode:
     lines = result.stderr.strip().splitlines() or ["no reason given"]
-    raise RuntimeError(
+    raise OSError(
       f"pip could not download a pure-Python wheel of {requirement}: "
       f"{lines[-1]}"
     )

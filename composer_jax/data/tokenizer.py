@@ -142,14 +142,17 @@ class Tokenizer:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: as the constructor.
+      ValueError: as the constructor, with the path.
     """
     path = Path(path).expanduser()
     if not path.is_file():
       raise FileNotFoundError(
         f"No tokenizer at {path}: give the path of a tokenizer.json."
       )
-    return cls(path.read_text(encoding="utf-8"))
+    try:
+      return cls(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+      raise ValueError(f"{path}: {error}") from error
 
   def save(self, path: str | Path) -> None:
     """Writes a `tokenizer.json`."""

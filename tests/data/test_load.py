@@ -83,6 +83,7 @@ def test_report_accounts_for_every_file(code, tmp_path):
   (code / "near.py").write_text(near, encoding="utf-8")
   (code / "zz_near.py").write_text(near + "x = 1\n", encoding="utf-8")
   (code / "latin.py").write_bytes(b"# caf\xe9\n")
+  (code / os.fsdecode(b"caf\xe9.py")).write_text("x = 1\n")
   (code / "empty.py").touch()
   (code / "minified.py").write_text("x=1;" * 500)
   (code / "leak.py").write_text(humaneval()["HumanEval/0"]["prompt"])
@@ -90,7 +91,7 @@ def test_report_accounts_for_every_file(code, tmp_path):
   report = data.report
   dropped = {name: n["documents"] for name, n in report["dropped"].items()}
   assert dropped == {
-    "undecodable": 1,
+    "undecodable": 2,
     "empty": 1,
     "long_lines": 1,
     "duplicate": 1,

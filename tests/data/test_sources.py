@@ -1,4 +1,5 @@
 import io
+import os
 import re
 import tarfile
 import zipfile
@@ -55,6 +56,22 @@ def test_cached_wheel_is_not_downloaded_again(tmp_path):
   assert file == SourceFile("my_tool-1.2.whl/my_tool/a.py", b"x = 1\n")
 
 
+def test_a_wheel_that_pip_cannot_get_is_told(tmp_path, monkeypatch):
+  pytest.importorskip("pip")
+  monkeypatch.setenv("PIP_NO_INDEX", "1")
+  message = "pip could not download a pure-Python wheel of none==1.2: "
+  with pytest.raises(OSError, match=re.escape(message)) as raised:
+    read("wheel:none==1.2", cache=tmp_path)
+  assert "\n" not in str(raised.value)
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_wheel_needs_pip(tmp_path, monkeypatch):
+  monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+  with pytest.raises(ValueError, match=r"needs pip in this environment"):
+    read("wheel:none==1.2", cache=tmp_path)
+
+
 def test_standard_library_comes_without_tests_and_manual():
   paths = {file.path for file in read("stdlib")}
   assert {"stdlib/json/decoder.py", "stdlib/argparse.py"} <= paths
@@ -102,6 +119,14 @@ def test_content_hash_covers_paths_and_bytes_but_not_order():
 )
 def test_why_a_file_is_skipped(content, reason):
   assert why_skip(SourceFile("a.py", content)) == reason
+
+
+def test_a_file_name_that_is_not_utf8_is_skipped(tmp_path):
+  for name in (b"caf\xe9.py", b"th\xe9.py"):
+    (tmp_path / os.fsdecode(name)).write_text("x = 1\n")
+  files = read(tmp_path)
+  assert [why_skip(file) for file in files] == ["undecodable"] * 2
+  assert content_hash(files) != content_hash(files[:1] * 2)
 
 
 def test_a_file_keeps_its_side_whatever_else_there_is():

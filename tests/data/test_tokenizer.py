@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -155,6 +156,21 @@ def test_mistakes_are_explained(make, error, message):
   with pytest.raises(error, match=message) as raised:
     make()
   assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+  "content, message",
+  [
+    (b"{", "Not a tokenizer.json: "),
+    (b"\xff", "'utf-8' codec can't decode"),
+    (foreign([]).encode(), "The tokenizer has no token that ends a document"),
+  ],
+)
+def test_a_bad_file_is_named(content, message, tmp_path):
+  path = tmp_path / "t.json"
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
+    Tokenizer.load(path)
 
 
 def test_smallest_vocabulary_is_bytes():
