@@ -73,6 +73,9 @@ class Checkpoints:
       options=ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(keep),
         cleanup_tmp_directories=True,
+        # In the background, a folder that can't be made would leave the main
+        # thread waiting for it forever.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
       ),
       item_handlers={
         "state": ocp.StandardCheckpointHandler(),

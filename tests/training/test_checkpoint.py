@@ -322,6 +322,16 @@ def test_a_failed_write_is_told_in_one_sentence(
     checkpoints.close()
 
 
+@_UNFINISHED_LOOPS
+def test_a_folder_that_cannot_be_made_ends_a_save_at_once(tmp_path):
+  folder = tmp_path / "run"
+  with Checkpoints(folder, keep=2, every=1) as checkpoints:
+    folder.rmdir()
+    folder.touch()
+    with pytest.raises(CheckpointError, match=rf"in {folder} could not be sav"):
+      checkpoints.save(1, large_state(), make_data(), {})
+
+
 def test_a_save_cut_short_by_kill_leaves_the_previous_checkpoint(tmp_path):
   program = f"""
     import os, signal
