@@ -28,7 +28,7 @@ SCRIPT = pathlib.Path(__file__).with_name("compile_sm90.py")
 ROOT = SCRIPT.parents[4]
 
 pytestmark = pytest.mark.skipif(
-  not importlib.util.find_spec("jax_plugins.xla_cuda13")
+  not importlib.util.find_spec("jax_cuda13_plugin")
   or not shutil.which("ptxas"),
   reason="compiling for sm_90a needs the extra `compile`, and ptxas on PATH",
 )
