@@ -46,7 +46,7 @@ def run(
 
   Args:
     main: what to do; gets the config, locked, with all overrides applied, and
-      the working directory as it was given, which may be in a bucket.
+      the working directory as it was given.
     mistakes: exceptions that mean a user's mistake, beside `ConfigError`, where
       our own code raises them. They are told in one line without a traceback;
       one that comes from inside a library is a fault, and keeps its traceback.

@@ -62,7 +62,7 @@ class Checkpoints:
     """Opens a folder, which is made if it isn't there.
 
     Args:
-      folder: a path, local or in a bucket ("gs://...").
+      folder: a path.
       keep: how many checkpoints stay; the oldest go first.
       every: see the class.
     """

@@ -113,7 +113,7 @@ def _explain_non_finite(
   return (
     f"Step {step + 1} gave loss {float(metrics['loss'])}, gradient norm"
     f" {float(metrics['grad_norm'])} and parameter norm"
-    f" {float(metrics['param_norm'])}; its batch came from {shown}. The last"
-    " checkpoint is from before: lower optimizer.learning_rate, or look at"
-    " those files, and run the same command again."
+    f" {float(metrics['param_norm'])}; its batch came from {shown}. Nothing of"
+    " it was saved: lower optimizer.learning_rate, or look at those files, and"
+    " run the command again, which goes on from the last checkpoint, if any."
   )

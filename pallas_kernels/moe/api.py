@@ -11,6 +11,7 @@ import importlib
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe import expert_parallel
@@ -30,7 +31,7 @@ def moe_ffn(
   *,
   implementation: str | None = None,
   axis_name: str | None = None,
-  out_dtype=None,
+  out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "T H"]:
   """A mixture of SwiGLU experts, dropless and deterministic.
 

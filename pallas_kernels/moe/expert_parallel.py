@@ -8,6 +8,7 @@ no routing-dependent communication.
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -20,7 +21,7 @@ def apply(
   w_down: Float[Array, "E I H"],
   *,
   axis_name: str,
-  out_dtype=None,
+  out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "T H"]:
   """`moe_ffn` over the ranks of `axis_name`, called inside shard_map.
 

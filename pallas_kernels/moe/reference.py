@@ -7,6 +7,7 @@ what is needed: an oracle for small shapes, not for training.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -22,7 +23,7 @@ def apply(
   w_gate_up: Float[Array, "E H 2 I"],
   w_down: Float[Array, "E I H"],
   *,
-  out_dtype=None,
+  out_dtype: DTypeLike | None = None,
   **_,
 ) -> Float[Array, "T H"]:
   """The layer of `moe_ffn`, computed in float32."""

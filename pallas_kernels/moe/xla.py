@@ -23,6 +23,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe import routing
@@ -55,7 +56,7 @@ def apply(
   w_down: Float[Array, "E I H"],
   *,
   expected_rows: int | None = None,
-  out_dtype=None,
+  out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "T H"]:
   """The layer of `moe_ffn`, by XLA alone.
 
