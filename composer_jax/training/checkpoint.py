@@ -195,6 +195,9 @@ class Checkpoints:
   def close(self) -> None:
     """Waits as `wait` does, then frees the background threads."""
     with self._writing():
+      # Orbax clears up in the background, and its `close` doesn't wait for
+      # that: a thread that outlives the interpreter ends in a traceback.
+      self._manager._maybe_await_cleanup_tmp_directory()
       self._manager.close()
 
   @contextlib.contextmanager

@@ -321,9 +321,10 @@ def test_a_mistake_is_one_line(changes, message, tmp_path):
     (["--num_processes=2"], "go with --coordinator=HOST:PORT"),
     (["--coordinator=localhost:1"], "needs --num_processes and --process_id"),
     (["--coordinator=auto"], "found no cluster manager"),
+    (["--config.init_from=/nowhere"], "error: no checkpoint in /nowhere"),
   ],
 )
-def test_half_told_processes_are_refused(
+def test_what_cannot_start_says_so_and_no_more(
   arguments, message, data_folder, tmp_path
 ):
   workdir = tmp_path / "run"
