@@ -275,8 +275,8 @@ def test_weights_that_are_no_numbers_are_never_saved(data_folder, tmp_path):
   assert log.endswith(line + "\n")
   step = re.match(
     r"error: Step (\d+) gave loss \S+, gradient norm \S+ and parameter norm"
-    r" \S+; its batch came from \S+\.py.* The last checkpoint is from before:"
-    r" lower optimizer\.learning_rate, or look at those files,",
+    r" \S+; its batch came from \S+\.py.* Nothing of it was saved: "
+    r"lower optimizer\.learning_rate, or look at those files,",
     line,
   )
   assert step, line
