@@ -22,6 +22,7 @@ import grain
 import grain.checkpoint
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 from etils import epath
 from jaxtyping import PyTree
 
@@ -194,10 +195,13 @@ class Checkpoints:
 
   def close(self) -> None:
     """Waits as `wait` does, then frees the background threads."""
-    with self._writing():
-      # Orbax clears up in the background, and its `close` doesn't wait for
-      # that: a thread that outlives the interpreter ends in a traceback.
+    # Orbax clears up in the background, and its `close` doesn't wait for
+    # that: a thread that outlives the interpreter ends in a traceback.
+    try:
       self._manager._maybe_await_cleanup_tmp_directory()
+    except OSError as error:  # Nothing that was saved is lost by this.
+      logging.warning("%s was not cleared up: %s", self.folder, error)
+    with self._writing():
       self._manager.close()
 
   @contextlib.contextmanager

@@ -332,6 +332,20 @@ def test_a_folder_that_cannot_be_made_ends_a_save_at_once(tmp_path):
       checkpoints.save(1, large_state(), make_data(), {})
 
 
+def test_a_folder_lost_while_it_is_cleared_up_does_not_fail_the_close(
+  tmp_path, monkeypatch
+):
+  def clear_up(self):
+    raise NotADirectoryError(20, "Not a directory", str(tmp_path))
+
+  checkpoints = Checkpoints(tmp_path, keep=2, every=1)
+  monkeypatch.setattr(
+    "orbax.checkpoint.CheckpointManager._maybe_await_cleanup_tmp_directory",
+    clear_up,
+  )
+  checkpoints.close()
+
+
 def test_a_save_cut_short_by_kill_leaves_the_previous_checkpoint(tmp_path):
   program = f"""
     import os, signal
