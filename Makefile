@@ -5,6 +5,11 @@ BIN := $(VENV)/bin
 EXTRAS := test
 # A constraint file of the user's own would fight with ours.
 PIP := PIP_CONSTRAINT= $(BIN)/python -m pip --disable-pip-version-check
+# Compiles the Hopper kernels for the tests, without a GPU. Apart from the rest,
+# since without a GPU the plugin greets every JAX process with a traceback.
+COMPILER := .venv-compile
+COMPILER_PACKAGES := jax jaxtyping jax-cuda13-pjrt jax-cuda13-plugin \
+  nvidia-cuda-nvcc
 # Workers share the cores: more threads than cores only adds switching.
 TEST_WORKERS ?= 2
 BEGAN := $(shell date +%s)
@@ -17,7 +22,8 @@ demo: $(VENV)/installed
 	$(BIN)/python launch/demo.py --config=configs/midtrain_tiny.py:demo \
 	  --workdir=runs/demo --began=$(BEGAN)
 
-test: lint
+# The plugin exists for Linux alone; elsewhere its tests are skipped.
+test: lint $(if $(filter Linux,$(shell uname)),$(COMPILER)/installed)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist=worksteal \
 	  --jaxtyping-packages=composer_jax,pallas_kernels,beartype.beartype
 
@@ -34,12 +40,19 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
 
+$(COMPILER)/installed: Makefile constraints.txt
+	python=$$(.ci/python.sh) && $$python -m venv --clear $(COMPILER)
+	PIP_CONSTRAINT= $(COMPILER)/bin/python -m pip --disable-pip-version-check \
+	  install --quiet -c constraints.txt $(COMPILER_PACKAGES)
+	touch $@
+
 # Writes constraints.txt anew from the newest versions that fit pyproject.toml.
 lock:
 	python=$$(.ci/python.sh) && $$python -m venv --clear .lock
-	.lock/bin/python -m pip install --quiet -e ".[$(EXTRAS)]"
+	.lock/bin/python -m pip install --quiet -e ".[$(EXTRAS)]" \
+	  $(COMPILER_PACKAGES)
 	.lock/bin/python -m pip freeze --exclude-editable > constraints.txt
 	rm -rf .lock
 
 clean:
-	rm -rf $(VENV) .lock .uv runs
+	rm -rf $(VENV) $(COMPILER) .lock .uv runs

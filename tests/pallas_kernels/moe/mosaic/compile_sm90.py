@@ -1,4 +1,4 @@
-"""Compiles one kernel for sm_90a: python compile_sm90.py KERNEL.
+"""Compiles one kernel for sm_90a: python compile_sm90.py KERNEL DTYPE.
 
 Run by test_mosaic_compiles.py, one process a kernel. Needs no GPU: the plugin
 compiles for the target described in hopper.txtpb.

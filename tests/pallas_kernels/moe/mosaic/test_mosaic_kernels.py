@@ -128,11 +128,12 @@ def test_weight_gradient(height, accumulate):
     close(result, expected)
 
 
-def test_bits_are_those_of_any_tile_shape_and_number_of_sms():
+def test_bits_are_those_of_any_walk_and_number_of_sms():
+  # Not of any tile shape: here XLA:CPU multiplies, and its order follows it.
   rows, w = Rows(), weights(E, H, I)
   x = rows.normal(H, 3)
   results = set()
-  for changes in ({}, {"num_sms": 3, "band": 1}, {"columns": 192}):
+  for changes in ({}, {"num_sms": 3, "band": 1}, {"stages": 3}):
     kernel = functools.partial(matmul, transposed=False, **FEW | changes)
     y = interpreter.run(kernel, x, *rows.used, w)
     results.add(np.asarray(y)[rows.real].tobytes())
