@@ -4,12 +4,20 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 
 
-def arguments(description: str) -> argparse.Namespace:
-  """Parses the flags that every benchmark takes."""
+def arguments(
+  description: str, add_flags: Callable | None = None
+) -> argparse.Namespace:
+  """Parses the flags that every benchmark takes, and a benchmark's own.
+
+  Args:
+    description: one line for --help.
+    add_flags: adds flags to the parser that it is given.
+  """
   parser = argparse.ArgumentParser(description=description)
   parser.add_argument(
     "--json", action="store_true", help="print one JSON object a row"
@@ -17,6 +25,8 @@ def arguments(description: str) -> argparse.Namespace:
   parser.add_argument(
     "--quick", action="store_true", help="small sizes: a minute on two cores"
   )
+  if add_flags:
+    add_flags(parser)
   return parser.parse_args()
 
 
