@@ -13,6 +13,10 @@ class MissingObjectError(StoreError):
   """There is no such object; trying again won't help."""
 
 
+class RangeError(StoreError):
+  """The object is shorter than what was asked of it; it won't grow."""
+
+
 class ChainError(RuntimeError):
   """The chain of versions is damaged, or can't do what was asked."""
 

@@ -22,7 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from composer_jax.shipping.errors import MissingObjectError, StoreError
+from composer_jax.shipping.errors import (
+  MissingObjectError,
+  RangeError,
+  StoreError,
+)
 
 _KEY = re.compile(
   r"[A-Za-z0-9_][A-Za-z0-9._=-]*(/[A-Za-z0-9_][A-Za-z0-9._=-]*)*"
@@ -34,11 +38,17 @@ _UNFINISHED = ".unfinished-"
 class Store(Protocol):
   """Immutable objects by key: segments of letters, digits, `._=-`, and `/`."""
 
-  def get(self, key: str) -> bytes:
-    """The whole object.
+  def get(self, key: str, start: int = 0, size: int | None = None) -> bytes:
+    """An object, or a range of it; never fewer bytes than asked.
+
+    Args:
+      key: of the object.
+      start: its first byte that counts.
+      size: bytes to read; None means to the end.
 
     Raises:
-      MissingObjectError: if there is none.
+      MissingObjectError: if there is no such object.
+      RangeError: if the object ends before the range does.
       StoreError: if the store failed.
     """
 
@@ -73,10 +83,17 @@ class FolderStore:
   def __init__(self, root: str | Path):
     self._root = Path(root)
 
-  def get(self, key: str) -> bytes:
+  def get(self, key: str, start: int = 0, size: int | None = None) -> bytes:
     """See `Store.get`."""
-    with _folder_errors(key):
-      return (self._root / _checked(key)).read_bytes()
+    _check_range(start, size)
+    with (
+      _folder_errors(key),
+      (self._root / _checked(key)).open("rb") as file,
+    ):
+      length = os.fstat(file.fileno()).st_size
+      wanted = _wanted(key, length, start, size)
+      file.seek(start)
+      return _whole(key, file.read(wanted), wanted)
 
   def put_if_absent(self, key: str, data: bytes) -> bool:
     """See `Store.put_if_absent`."""
@@ -121,10 +138,30 @@ class ObjectStore:
     """Takes an `obstore.store.ObjectStore`."""
     self._store = store
 
-  def get(self, key: str) -> bytes:
+  def get(self, key: str, start: int = 0, size: int | None = None) -> bytes:
     """See `Store.get`."""
+    from obstore.exceptions import BaseError
+
+    _check_range(start, size)
+    if (start, size) == (0, None):
+      options = None
+    elif size is None:
+      options = {"range": {"offset": start}}
+    else:
+      options = {"range": (start, start + size)}
     with _obstore_errors(key):
-      return bytes(self._store.get(_checked(key)).bytes())
+      try:
+        answer = self._store.get(_checked(key), options=options)
+        length = answer.meta["size"]
+        data = bytes(answer.bytes())
+      except BaseError:
+        # Whatever reads no byte is an error to obstore: past the end, at it.
+        if options is None:
+          raise
+        length, data = self._store.head(key)["size"], b""
+        if _wanted(key, length, start, size):
+          raise
+      return _whole(key, data, _wanted(key, length, start, size))
 
   def put_if_absent(self, key: str, data: bytes) -> bool:
     """See `Store.put_if_absent`."""
@@ -183,9 +220,9 @@ class RetryingStore:
     ]
     self._sleep = sleep
 
-  def get(self, key: str) -> bytes:
+  def get(self, key: str, start: int = 0, size: int | None = None) -> bytes:
     """See `Store.get`."""
-    return self._try(lambda: self._store.get(key))
+    return self._try(lambda: self._store.get(key, start, size))
 
   def put_if_absent(self, key: str, data: bytes) -> bool:
     """See `Store.put_if_absent`."""
@@ -203,7 +240,7 @@ class RetryingStore:
     for wait in self._waits:
       try:
         return operation()
-      except MissingObjectError:
+      except (MissingObjectError, RangeError):
         raise
       except StoreError:
         self._sleep(wait * random.uniform(0.5, 1.5))
@@ -238,6 +275,25 @@ def _checked(key):
   if not _KEY.fullmatch(key):
     raise ValueError(f"{key!r} is not a key: segments of A-Z a-z 0-9 . _ = -")
   return key
+
+
+def _check_range(start, size):
+  if start < 0 or (size is not None and size < 0):
+    raise ValueError(f"no range: {size} bytes from {start}")
+
+
+def _wanted(key, length, start, size):
+  """How many bytes a range holds, of an object of `length`."""
+  end = max(start, length) if size is None else start + size
+  if end > length:
+    raise RangeError(f"{key} has {length} bytes, not the {end} expected")
+  return end - start
+
+
+def _whole(key, data, wanted):
+  if len(data) != wanted:
+    raise StoreError(f"{key}: {len(data)} bytes came of {wanted}")
+  return data
 
 
 def _sync_folder(folder):

@@ -272,9 +272,9 @@ def test_any_interleaving_of_reader_and_collector(seed):
         held.append(retention.lease(reader, steps, now=0.0))
       self.calls += 1
 
-    def get(self, key):
+    def get(self, key, start=0, size=None):
       self._tick()
-      return super().get(key)
+      return super().get(key, start, size)
 
     def put_if_absent(self, key, data):
       self._tick()

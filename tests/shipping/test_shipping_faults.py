@@ -33,9 +33,9 @@ class Faulty(ObjectStore):
     super().__init__(store)
     self._rng, self._counts = rng, counts
 
-  def get(self, key):
+  def get(self, key, start=0, size=None):
     self._maybe_fail()
-    return super().get(key)
+    return super().get(key, start, size)
 
   def put_if_absent(self, key, data):
     self._maybe_fail()

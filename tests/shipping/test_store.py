@@ -1,5 +1,6 @@
 """One suite for every backend, then what can go wrong on the way there."""
 
+import os
 import random
 import subprocess
 import sys
@@ -8,7 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
-from composer_jax.shipping.errors import MissingObjectError, StoreError
+from composer_jax.shipping.errors import (
+  MissingObjectError,
+  RangeError,
+  StoreError,
+)
 from composer_jax.shipping.store import (
   FolderStore,
   ObjectStore,
@@ -38,6 +43,45 @@ def test_objects_come_back_and_go(store):
   store.delete("a/2")
   with pytest.raises(MissingObjectError, match="a/2"):
     store.get("a/2")
+
+
+def test_ranges_are_whole_or_an_error(store):
+  store.put_if_absent("key", b"0123456789")
+  store.put_if_absent("empty", b"")
+  assert store.get("key", 3) == b"3456789"
+  assert store.get("key", 3, 4) == b"3456"
+  assert store.get("key", 0, 10) == b"0123456789"
+  assert store.get("key", 9, 1) == b"9"
+  for at_the_end in [("key", 10), ("key", 10, 0), ("key", 4, 0), ("empty", 0)]:
+    assert store.get(*at_the_end) == b""
+  for beyond in [
+    ("key", 0, 11),
+    ("key", 9, 2),
+    ("key", 10, 1),
+    ("key", 11),
+    ("key", 11, 0),
+    ("key", 20, 5),
+    ("empty", 0, 1),
+    ("empty", 1),
+  ]:
+    with pytest.raises(RangeError, match=beyond[0]):
+      store.get(*beyond)
+  with pytest.raises(MissingObjectError):
+    store.get("nothing", 3, 4)
+  for bad in [("key", -1), ("key", 0, -1)]:
+    with pytest.raises(ValueError, match="no range"):
+      store.get(*bad)
+
+
+def test_an_object_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+  """A short read is an error, worth another try."""
+  store = FolderStore(tmp_path)
+  store.put_if_absent("key", b"0123456789")
+  sizes = os.stat_result([0, 0, 0, 0, 0, 0, 12, 0, 0, 0])
+  monkeypatch.setattr(os, "fstat", lambda _: sizes)
+  with pytest.raises(StoreError, match="10 bytes came of 12") as caught:
+    store.get("key")
+  assert not isinstance(caught.value, RangeError)
 
 
 def test_nothing_is_ever_replaced(store):
@@ -95,8 +139,8 @@ class Flaky:
     self._store, self._rng = store, rng
     self.failures = 0
 
-  def get(self, key):
-    return self._maybe(lambda: self._store.get(key))
+  def get(self, key, start=0, size=None):
+    return self._maybe(lambda: self._store.get(key, start, size))
 
   def put_if_absent(self, key, data):
     return self._maybe(lambda: self._store.put_if_absent(key, data))
@@ -150,7 +194,7 @@ def test_patience_ends():
   class Broken(FolderStore):
     calls = 0
 
-    def get(self, key):
+    def get(self, key, start=0, size=None):
       self.calls += 1
       raise StoreError("down")
 
