@@ -73,7 +73,10 @@ class Chain:
 
   def _read(self, data):
     place = self._length
-    entry = from_bytes(data)
+    try:
+      entry = from_bytes(data)
+    except ChainError as error:
+      raise ChainError(f"entry {place} of the log: {error}") from None
     if entry.position != place or entry.previous != self._previous:
       raise ChainError(f"entry {place} of the log doesn't continue it")
     if (entry.kind == "version") != (entry.manifest is not None):
@@ -104,13 +107,18 @@ class Chain:
     self._own_epoch = self.epoch
     return self.epoch
 
+  def join(self, epoch: int) -> None:
+    """Writes shards for the publisher of this epoch, in another process."""
+    self._own_epoch = epoch
+    self.refresh()
+
   def new_key(self) -> str:
     """A key for a shard of a version to be committed in this epoch.
 
     Raises:
       FencedError: if this is not the publisher.
     """
-    self._check_fence()
+    self.check_fence()
     return f"data/{self.epoch:08d}/{uuid.uuid4().hex}"
 
   def commit(
@@ -140,7 +148,7 @@ class Chain:
     manifest = Manifest(digest, tuple(deliveries), codec, metadata or {})
 
     def entry():
-      self._check_fence()
+      self.check_fence()
       self._check(manifest)
       return {"kind": "version", "epoch": self.epoch, "manifest": manifest}
 
@@ -175,7 +183,12 @@ class Chain:
         self._read(data)
         return position
 
-  def _check_fence(self):
+  def check_fence(self) -> None:
+    """Checks that this is the publisher, as of the last refresh.
+
+    Raises:
+      FencedError: if not.
+    """
     if self._own_epoch is None:
       raise FencedError("take_over() comes before publishing")
     if self._own_epoch != self.epoch:

@@ -1,8 +1,9 @@
 """What a chain's log says, and the one way to write it as bytes.
 
-JSON with sorted keys and no spaces. An entry names the SHA-256 of the entry
-before it, so that the last one vouches for all. Whatever doesn't read back to
-the very same bytes is refused, and nothing is ever unpickled.
+JSON with sorted keys and no spaces, and on a second line its SHA-256, against
+damage. An entry names the SHA-256 of the entry before it, so that the last one
+vouches for all. Whatever doesn't read back to the very same bytes is refused,
+and nothing is ever unpickled.
 """
 
 import dataclasses
@@ -40,17 +41,24 @@ class Delivery:
   Attributes:
     base_version: what to apply it to; None is a snapshot.
     base_digest: of the base's contents; "" for a snapshot.
-    shards: what to download.
+    shards: what to download, or parts of.
+    indexes: what to download first, whole; they say what is where in `shards`.
   """
 
   base_version: int | None
   base_digest: str
   shards: tuple[Shard, ...]
+  indexes: tuple[Shard, ...] = ()
+
+  @property
+  def objects(self) -> tuple[Shard, ...]:
+    """All that it consists of."""
+    return self.indexes + self.shards
 
   @property
   def size(self) -> int:
     """Bytes to download."""
-    return sum(shard.size for shard in self.shards)
+    return sum(shard.size for shard in self.objects)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +129,7 @@ def to_bytes(entry: Entry) -> bytes:
     ).encode()
   except (TypeError, ValueError, RecursionError) as error:
     raise ChainError(f"metadata can't be written as JSON: {error}") from None
+  data += b"\n" + sha256(data).encode()
   if len(data) > MAX_ENTRY_BYTES:
     raise ChainError(
       f"an entry of {len(data)} bytes; {MAX_ENTRY_BYTES} at most"
@@ -140,7 +149,10 @@ def from_bytes(data: bytes) -> Entry:
     )
   try:
     config = dacite.Config(strict=True, cast=[tuple])
-    entry = dacite.from_dict(Entry, json.loads(data), config)
+    text, _, digest = data.rpartition(b"\n")
+    if sha256(text).encode() != digest:
+      raise ChainError("the entry is damaged: its digest is another")
+    entry = dacite.from_dict(Entry, json.loads(text), config)
     if to_bytes(entry) == data:
       return entry
   except (ValueError, TypeError, AttributeError, RecursionError) as error:

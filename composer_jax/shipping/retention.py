@@ -147,7 +147,7 @@ def collect(
   named, needed = set(), set()
   for version, manifest in chain.versions.items():
     for delivery in manifest.deliveries:
-      keys = {shard.key for shard in delivery.shards}
+      keys = {shard.key for shard in delivery.objects}
       named |= keys
       place = (version, delivery.base_version)
       if place not in chain.retired or place in spared:

@@ -1,0 +1,419 @@
+"""Makes versions of live arrays or checkpoints, in the background.
+
+    with Publisher(store) as publisher:
+      for step in ...:
+        state = train_step(state)
+        publisher.publish(state.params, {"step": step})
+
+`publish` copies the arrays on their devices and returns. Behind it, shard by
+shard, arrays come to the host, are cut into chunks, encoded against the
+versions before and uploaded, all three at once; then one commit makes the
+version. What the next deltas are made against advances only after the commit.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import numpy as np
+from jaxtyping import PyTree
+
+from composer_jax.shipping import index as indexes
+from composer_jax.shipping.chain import Chain
+from composer_jax.shipping.contents import Chunk, Contents, cut, digest_of
+from composer_jax.shipping.crew import Crew
+from composer_jax.shipping.delta import encode
+from composer_jax.shipping.errors import ChainError, StoreError
+from composer_jax.shipping.index import Index, Place
+from composer_jax.shipping.manifest import Delivery, Shard, sha256
+from composer_jax.shipping.planner import plan, skip_distances
+from composer_jax.shipping.reader import Replica, fetch
+from composer_jax.shipping.source import Source, from_tree
+from composer_jax.shipping.store import Store
+
+CODEC = "CJXD 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class PublisherConfig:
+  """How versions are made.
+
+  Attributes:
+    snapshot_every: every so many versions, one that needs no base.
+    longest_skip: deltas reach back up to so many versions, in powers of two.
+    chunk_bytes: the largest chunk, in bytes of contents.
+    object_bytes: about how large an uploaded object gets.
+    encoders: threads that encode.
+    uploads: objects in flight at once.
+    effort: of the codec.
+    pending: versions that may wait while one is being made.
+    when_busy: what `publish` does when no more may wait: "wait", or "skip" this
+      version (with one process only; others would skip another).
+    timeout_s: how long to wait for another publishing process, seconds.
+  """
+
+  snapshot_every: int = 64
+  longest_skip: int = 16
+  chunk_bytes: int = 16 * 2**20
+  object_bytes: int = 64 * 2**20
+  encoders: int = os.cpu_count() or 1
+  uploads: int = 8
+  effort: Literal["small", "fast"] = "small"
+  pending: int = 1
+  when_busy: Literal["wait", "skip"] = "wait"
+  timeout_s: float = 600.0
+
+
+class Publisher:
+  """The one publisher of a chain; every process of a job makes one.
+
+  Host memory, in units of the bytes that this process publishes: one for the
+  newest version, one for each base of a skip delta to come (the base-2
+  logarithm of `longest_skip` at most), one for the version being made; chunks
+  that did not change are shared. Besides, `uploads` objects for each delivery
+  of the version. Device memory: one copy of what is published for the version
+  being made, and each that waits.
+
+  Attributes:
+    chain: its view of the chain.
+  """
+
+  def __init__(
+    self,
+    store: Store,
+    config: PublisherConfig | None = None,
+    *,
+    observe: Callable[[str, int], object] = lambda stage, size: None,
+  ):
+    """Takes over the chain in a store; an earlier publisher is fenced off.
+
+    Args:
+      store: any.
+      config: how versions are made.
+      observe: told "encoded" and bytes of contents, "uploaded" and bytes, from
+        any thread.
+    """
+    self.chain = Chain(store)
+    self._config = config or PublisherConfig()
+    self._observe = observe
+    self._crew = Crew(self.chain, timeout_s=self._config.timeout_s)
+    if self._crew.size > 1 and self._config.when_busy == "skip":
+      raise ValueError("when_busy='skip' needs a single publishing process")
+    self._held: dict[int, Replica] = {}
+    self._count = itertools.count()
+    self._free = threading.Semaphore(1 + self._config.pending)
+    # One version at a time; the other two work for it.
+    self._background = concurrent.futures.ThreadPoolExecutor(1, "publish")
+    self._encoders = concurrent.futures.ThreadPoolExecutor(
+      self._config.encoders, "encode"
+    )
+    self._uploads = concurrent.futures.ThreadPoolExecutor(
+      self._config.uploads, "upload"
+    )
+
+  def publish(
+    self,
+    what: PyTree | Source,
+    metadata: dict | None = None,
+    *,
+    copy: bool = True,
+  ) -> concurrent.futures.Future[int] | None:
+    """Starts to make a version.
+
+    Args:
+      what: pytree of arrays, or a `Source`.
+      metadata: step, run: what JSON can say.
+      copy: False if nobody will delete or donate the arrays of `what`.
+
+    Returns:
+      The version's number, once it is committed; a failure is raised there, and
+      the next version is made from the same base. None if it was skipped.
+    """
+    if not self._free.acquire(blocking=self._config.when_busy == "wait"):
+      return None
+    try:
+      source = what if isinstance(what, Source) else from_tree(what, copy=copy)
+      return self._background.submit(self._make, source, metadata or {})
+    except BaseException:
+      self._free.release()
+      raise
+
+  def adopt(self, source: Source) -> bool:
+    """Takes the head's contents from elsewhere instead of the store.
+
+    Args:
+      source: what was published last, from a checkpoint.
+
+    Returns:
+      Whether its bits are the head's; if not, nothing happened.
+    """
+    return self._background.submit(self._adopt, source).result()
+
+  def wait(self) -> None:
+    """Waits for all that was begun; failures are in the futures."""
+    self._background.submit(lambda: None).result()
+
+  def close(self) -> None:
+    """Waits, then ends the threads."""
+    for pool in (self._background, self._encoders, self._uploads):
+      pool.shutdown()
+
+  def __enter__(self) -> "Publisher":
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()
+
+  def _make(self, source: Source, metadata: dict) -> int:
+    try:
+      number = next(self._count)
+      bases = self._agree_on_bases(f"{number}-bases", source)
+      result: list[Replica] = []
+      mine = self._attempt(lambda: self._write(source, bases, result))
+      answer = self._crew.agree(
+        f"{number}-commit", mine, lambda notes: self._commit(notes, metadata)
+      )
+      version = answer["version"]
+      self.chain.refresh()
+      self._advance(version, dataclasses.replace(result[0], version=version))
+      return version
+    finally:
+      self._free.release()
+
+  def _agree_on_bases(self, topic, source) -> list[int | None]:
+    """Bases of the version's deliveries; those that every process holds."""
+    mine = self._attempt(lambda: {"held": self._usable_bases(source)})
+
+    def decide(notes):
+      common = set.intersection(*(set(note["held"]) for note in notes))
+      self.chain.refresh()
+      versions = sorted(self.chain.versions)
+      distances = skip_distances(len(versions), self._config.longest_skip)
+      bases = [versions[-distance] for distance in distances]
+      bases: list[int | None] = [base for base in bases if base in common]
+      if not bases or len(versions) % self._config.snapshot_every == 0:
+        bases.append(None)
+      return {"bases": bases}
+
+    return self._crew.agree(topic, mine, decide)["bases"]
+
+  def _usable_bases(self, source) -> list[int]:
+    chunks = set(_chunks(source, self._config.chunk_bytes))
+    self.chain.refresh()
+    head = self.chain.head
+    if head is not None and head not in self._held:
+      self._recover(head, chunks)
+    return [
+      version
+      for version, held in self._held.items()
+      if held.contents.arrays == source.arrays and held.data.keys() == chunks
+    ]
+
+  def _recover(self, head, chunks):
+    """Downloads what an earlier publisher committed, to prove the base."""
+    try:
+      steps = plan(self.chain.deliveries, head)
+      with concurrent.futures.ThreadPoolExecutor(self._config.uploads) as pool:
+        held = fetch(self.chain, steps, None, chunks.__contains__, pool=pool)
+    except (ChainError, StoreError) as error:
+      logging.warning("version %d is no base: %s", head, error)
+      return
+    self._held = {head: held}
+
+  def _adopt(self, source) -> bool:
+    self.chain.refresh()
+    head = self.chain.head
+    data = dict(_load(source, self._config.chunk_bytes))
+    contents = Contents(
+      source.arrays, {chunk: digest_of(bits) for chunk, bits in data.items()}
+    )
+    if head is None or contents.digest() != self.chain.versions[head].digest:
+      return False
+    self._held = {head: Replica(head, contents, data)}
+    return True
+
+  def _attempt(self, work: Callable[[], dict]) -> dict:
+    """Reports a failure to the other processes, which would wait for ever."""
+    try:
+      return work()
+    except Exception as error:
+      if self._crew.size == 1:
+        raise
+      logging.exception("publishing failed")
+      return {"error": str(error)}
+
+  def _write(self, source, bases, result) -> dict:
+    """Encodes and uploads this process's part of each delivery."""
+    writers = {
+      base: _Writer(self.chain, self._config, self._uploads, self._observe)
+      for base in bases
+    }
+    held = [self._held[base] for base in bases if base is not None]
+    digests, data = {}, {}
+    for chunk, bits, digest, deltas in self._encoded(source, bases):
+      for base, delta in deltas.items():
+        writers[base].add(chunk, delta)
+      digests[chunk] = digest
+      data[chunk] = next(
+        (
+          old.data[chunk]
+          for old in held
+          if old.contents.digests[chunk] == digest
+        ),
+        bits,
+      )
+      self._observe("encoded", bits.nbytes)
+    contents = Contents(source.arrays, digests)
+    result.append(Replica(-1, contents, data))
+    parts = [(base, *writers[base].finish(contents)) for base in bases]
+    return {
+      "parts": [
+        {
+          "index": dataclasses.asdict(index),
+          "shards": [dataclasses.asdict(shard) for shard in shards],
+        }
+        for _, index, shards in parts
+      ],
+      "bases": bases,
+    }
+
+  def _encoded(self, source, bases) -> Iterator[tuple]:
+    """Chunks in order, a few ahead of whoever takes them."""
+    ahead = collections.deque()
+    for chunk, bits in _load(source, self._config.chunk_bytes):
+      ahead.append(
+        (chunk, bits, self._encoders.submit(self._encode, chunk, bits, bases))
+      )
+      if len(ahead) > 2 * self._config.encoders:
+        chunk, bits, job = ahead.popleft()
+        yield chunk, bits, *job.result()
+    for chunk, bits, job in ahead:
+      yield chunk, bits, *job.result()
+
+  def _encode(self, chunk, bits, bases) -> tuple[str, dict[int | None, bytes]]:
+    digest = digest_of(bits)
+    deltas = {}
+    for base in bases:
+      if base is None:
+        deltas[base] = encode(bits, None, effort=self._config.effort)
+        continue
+      old = self._held[base]
+      same = old.contents.digests[chunk] == digest
+      deltas[base] = (
+        b""
+        if same
+        else encode(bits, old.data[chunk], effort=self._config.effort)
+      )
+    return digest, deltas
+
+  def _commit(self, notes, metadata) -> dict:
+    bases = notes[0]["bases"]
+    deliveries = []
+    for number, base in enumerate(bases):
+      parts = [note["parts"][number] for note in notes]
+      deliveries.append(
+        Delivery(
+          base,
+          "" if base is None else self.chain.versions[base].digest,
+          tuple(Shard(**shard) for part in parts for shard in part["shards"]),
+          tuple(Shard(**part["index"]) for part in parts),
+        )
+      )
+    merged = indexes.merge(
+      indexes.from_bytes(self.chain.store.get(shard.key))
+      for shard in deliveries[0].indexes
+    )
+    version = self.chain.commit(
+      digest=merged.contents.digest(),
+      deliveries=deliveries,
+      codec=CODEC,
+      metadata=metadata,
+    )
+    return {"version": version}
+
+  def _advance(self, version, replica):
+    """Keeps what the deltas to come will be made against."""
+    versions = sorted(self.chain.versions)
+    ordinal = versions.index(version)
+    wanted = {version}
+    distance = 1
+    while distance <= self._config.longest_skip:
+      wanted.add(versions[ordinal // distance * distance])
+      distance *= 2
+    held = self._held | {version: replica}
+    self._held = {v: held[v] for v in held if v in wanted}
+
+
+class _Writer:
+  """Packs deltas into objects and uploads them while more are made."""
+
+  def __init__(self, chain, config, pool, observe):
+    self._chain = chain
+    self._config = config
+    self._pool = pool
+    self._observe = observe
+    self._free = threading.Semaphore(config.uploads)
+    self._places: dict[Chunk, Place] = {}
+    self._jobs: list[concurrent.futures.Future[Shard]] = []
+    self._begin()
+
+  def _begin(self):
+    self._key = self._chain.new_key()
+    self._parts: list[bytes] = []
+    self._size = 0
+
+  def add(self, chunk: Chunk, delta: bytes) -> None:
+    """Adds a delta; b"" for a chunk that equals its base."""
+    if not delta:
+      return
+    if self._size and self._size + len(delta) > self._config.object_bytes:
+      self._upload()
+      self._begin()
+    place = Place(self._key, self._size, len(delta), sha256(delta))
+    self._places[chunk] = place
+    self._parts.append(delta)
+    self._size += len(delta)
+
+  def finish(self, contents: Contents) -> tuple[Shard, list[Shard]]:
+    """Waits for all uploads, then uploads the index and returns them."""
+    if self._size:
+      self._upload()
+    shards = [job.result() for job in self._jobs]
+    index = indexes.to_bytes(Index(contents, self._places))
+    return self._put(self._chain.new_key(), index), shards
+
+  def _upload(self):
+    self._free.acquire()  # Bounds what waits in memory.
+    data = b"".join(self._parts)
+    job = self._pool.submit(self._put, self._key, data)
+    job.add_done_callback(lambda _: self._free.release())
+    self._jobs.append(job)
+
+  def _put(self, key, data) -> Shard:
+    if not self._chain.store.put_if_absent(key, data):
+      raise ChainError(f"{key} exists already, with other bytes")
+    self._observe("uploaded", len(data))
+    return Shard(key, len(data), sha256(data))
+
+
+def _chunks(source: Source, chunk_bytes: int) -> Iterator[Chunk]:
+  for piece in source.pieces:
+    itemsize = np.dtype(source.arrays[piece.path].dtype).itemsize
+    for box in cut(piece.box, itemsize, chunk_bytes):
+      yield Chunk(piece.path, box)
+
+
+def _load(source: Source, chunk_bytes: int) -> Iterator[tuple]:
+  """Chunks and their bits, one piece in memory at a time."""
+  for piece in source.pieces:
+    bits = piece.load()
+    for box in cut(piece.box, bits.itemsize, chunk_bytes):
+      # A copy for each: one chunk of a piece must not keep all of it.
+      yield Chunk(piece.path, box), np.array(bits[box.within(piece.box)])
+    piece.release()
