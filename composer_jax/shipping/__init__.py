@@ -21,7 +21,12 @@ from composer_jax.shipping.presence import Reader, readers
 from composer_jax.shipping.publisher import Publisher, PublisherConfig
 from composer_jax.shipping.retention import collect, lease, release, renew
 from composer_jax.shipping.source import Source, from_checkpoint, from_tree
-from composer_jax.shipping.store import Store, open_store
+from composer_jax.shipping.store import (
+  FolderStore,
+  ObjectStore,
+  Store,
+  open_store,
+)
 from composer_jax.shipping.subscriber import Subscriber, Weights
 
 __all__ = [
@@ -30,9 +35,11 @@ __all__ = [
   "Delivery",
   "DeltaError",
   "FencedError",
+  "FolderStore",
   "Header",
   "Manifest",
   "MissingObjectError",
+  "ObjectStore",
   "Publisher",
   "PublisherConfig",
   "RangeError",
