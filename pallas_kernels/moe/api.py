@@ -6,6 +6,7 @@ this package, imported when first used, each with two functions: `apply`, and
 `cannot_run`, which says why not.
 """
 
+import functools
 import importlib
 
 import jax
@@ -32,6 +33,8 @@ def moe_ffn(
   implementation: str | None = None,
   axis_name: str | None = None,
   out_dtype: DTypeLike | None = None,
+  clamp: float | None = None,
+  grad_totals: tuple[Array, Array] | None = None,
 ) -> Float[Array, "T H"]:
   """A mixture of SwiGLU experts, dropless and deterministic.
 
@@ -54,6 +57,13 @@ def moe_ffn(
     axis_name: inside shard_map, the mesh axis over whose ranks the experts are
       spread, in blocks of E in rank order; `expert_ids` then are global ids.
     out_dtype: dtype of the result, that of x by default.
+    clamp: if given, gate pre-activations count as `clamp` at most and up ones
+      as -clamp to clamp, and have no gradient beyond: DeepSeek-V4's SwiGLU.
+    grad_totals: float32 arrays like w_gate_up and w_down, to sum the weights'
+      gradients over microbatches in float32. y doesn't depend on them; their
+      cotangents are themselves plus this call's gradients, unrounded, and those
+      of the weights are zero. So differentiate in the totals, and pass what
+      comes out to the next microbatch. The loss must depend on y.
 
   Returns:
     [T, H]. A row's bits don't depend on the other rows, as long as shapes
@@ -64,11 +74,14 @@ def moe_ffn(
       can't run here.
   """
   _check(x, expert_ids, gates, w_gate_up, w_down)
+  _check_options(clamp, grad_totals, w_gate_up, w_down)
   out_dtype = jnp.dtype(out_dtype or x.dtype)
-  if expert_ids.size == 0:
-    return jnp.zeros_like(x, out_dtype)
+  if expert_ids.size == 0:  # Nothing to group.
+    implementation = "reference"
   apply = _pick(implementation, x=x, w_gate_up=w_gate_up, w_down=w_down)
   arrays = _vary_alike(x, expert_ids, gates, w_gate_up, w_down)
+  _check_totals_vary(grad_totals, arrays[0])
+  apply = functools.partial(apply, clamp=clamp, grad_totals=grad_totals)
   if axis_name is None:
     return apply(*arrays, out_dtype=out_dtype)
   return expert_parallel.apply(
@@ -137,6 +150,35 @@ def _check(x, expert_ids, gates, w_gate_up, w_down):
     and x.dtype == w_gate_up.dtype == w_down.dtype,
     f"x, w_gate_up and w_down must share one floating dtype, not {x.dtype},"
     f" {w_gate_up.dtype} and {w_down.dtype}: cast the weights to that of x.",
+  )
+
+
+def _check_options(clamp, grad_totals, *weights):
+  _require(
+    clamp is None or clamp > 0,
+    f"clamp must be positive or None, not {clamp}.",
+  )
+  if grad_totals is None:
+    return
+  given = [(a.shape, str(a.dtype)) for a in grad_totals]
+  wanted = [(w.shape, "float32") for w in weights]
+  _require(
+    given == wanted,
+    f"grad_totals must be like w_gate_up and w_down, in float32: {wanted}, not"
+    f" {given}.",
+  )
+
+
+def _check_totals_vary(grad_totals, x):
+  """A total that ranks share would be summed over them with the gradients."""
+  axes = jax.typeof(x).manual_axis_type.varying
+  _require(
+    all(
+      axes <= jax.typeof(total).manual_axis_type.varying
+      for total in grad_totals or ()
+    ),
+    f"Inside shard_map, grad_totals must differ from rank to rank along"
+    f" {sorted(axes)}, as the arrays do: give each rank totals of its own.",
   )
 
 

@@ -24,9 +24,14 @@ def apply(
   w_down: Float[Array, "E I H"],
   *,
   out_dtype: DTypeLike | None = None,
+  clamp: float | None = None,
+  grad_totals: tuple[Array, Array] | None = None,
   **_,
 ) -> Float[Array, "T H"]:
   """The layer of `moe_ffn`, computed in float32."""
+  if grad_totals is not None:
+    w_gate_up = _sums_gradients_in(grad_totals[0], w_gate_up)
+    w_down = _sums_gradients_in(grad_totals[1], w_down)
 
   def add_expert(y, expert):
     index, gate_up, down = expert
@@ -37,6 +42,9 @@ def apply(
     rows = jnp.where(routed, x.astype(jnp.float32), 0.0)
     gate = rows @ gate_up[:, 0].astype(jnp.float32)
     up = rows @ gate_up[:, 1].astype(jnp.float32)
+    if clamp is not None:
+      gate = jnp.where(gate > clamp, clamp, gate)
+      up = jnp.where(jnp.abs(up) > clamp, jnp.sign(up) * clamp, up)
     out = (jax.nn.silu(gate) * up) @ down.astype(jnp.float32)
     weight = jnp.where(chosen, gates, 0.0).sum(axis=-1, keepdims=True)
     return y + jnp.where(routed, weight * out, 0.0), None
@@ -45,3 +53,16 @@ def apply(
   with jax.default_matmul_precision("highest"):
     y, _ = lax.scan(add_expert, jnp.zeros_like(x, jnp.float32), experts)
   return y.astype(out_dtype or x.dtype)
+
+
+@jax.custom_vjp
+def _sums_gradients_in(total, weights):
+  """Weights in float32, whose gradient goes to `total` and is added to it."""
+  del total
+  return weights.astype(jnp.float32)
+
+
+_sums_gradients_in.defvjp(
+  lambda total, weights: (_sums_gradients_in(total, weights), total),
+  lambda total, gradient: (total + gradient, None),
+)

@@ -17,8 +17,10 @@ pre-activations. The expert outputs are not: with dA' = dY W_down^T the gradient
 of a gate is <dA', A>. The tail's pre-activations are computed again.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,8 @@ def apply(
   *,
   expected_rows: int | None = None,
   out_dtype: DTypeLike | None = None,
+  clamp: float | None = None,
+  grad_totals: tuple[Array, Array] | None = None,
 ) -> Float[Array, "T H"]:
   """The layer of `moe_ffn`, by XLA alone.
 
@@ -69,6 +73,8 @@ def apply(
     expected_rows: how many of the T * K rows are likely to have an expert
       here (all, by default). It sizes the tiles: more rows only cost time.
     out_dtype: dtype of the result, x.dtype by default.
+    clamp: limit of the pre-activations, or None.
+    grad_totals: float32 weight gradients to add to, see `moe_ffn`, or None.
 
   Returns:
     The combined expert outputs, [T, H].
@@ -76,39 +82,52 @@ def apply(
   experts, rows = len(w_down), expected_rows or expert_ids.size
   # With fewer rows than experts, a head would read weights nobody needs.
   heads = experts if rows >= experts else 0
-  static = (tile_rows(rows, experts), heads, jnp.dtype(out_dtype or x.dtype))
-  return _moe(*static, x, expert_ids, gates, w_gate_up, w_down)
+  out_dtype = jnp.dtype(out_dtype or x.dtype)
+  static = Static(tile_rows(rows, experts), heads, out_dtype, clamp)
+  return _moe(static, x, expert_ids, gates, w_gate_up, w_down, grad_totals)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _moe(tile, heads, out_dtype, *arrays):
-  return _forward(tile, heads, out_dtype, *arrays)[0]
+@dataclasses.dataclass(frozen=True)
+class Static:
+  """What is known when a layer is compiled."""
+
+  tile: int
+  heads: int
+  out_dtype: Any
+  clamp: float | None
 
 
-def _forward(tile, heads, out_dtype, x, expert_ids, gates, w_gate_up, w_down):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moe(static, *arrays):
+  return _forward(static, *arrays)[0]
+
+
+def _forward(static, x, expert_ids, gates, w_gate_up, w_down, totals):
+  tile, heads, clamp = static.tile, static.heads, static.clamp
   table = routing.route(expert_ids, len(w_down), tile, head=heads > 0)
   tiles = table.slot_row.reshape(-1, tile)
   token = jnp.where(tiles < 0, -1, tiles // expert_ids.shape[1])
 
   gate_up = _gate_up(take(x, token[:heads]), w_gate_up[:heads])
-  y_head = _down(_swiglu(gate_up), w_down[:heads])
+  y_head = _down(_swiglu(gate_up, clamp), w_down[:heads])
 
   def tail_tile(i, y_tail):
     expert = table.tile_expert[i]
     gate_up = _gate_up(take(x, token[i][None]), _pick(w_gate_up, expert))
-    y = _down(_swiglu(gate_up), _pick(w_down, expert))
+    y = _down(_swiglu(gate_up, clamp), _pick(w_down, expert))
     return lax.dynamic_update_slice_in_dim(y_tail, y, i - heads, 0)
 
   tail = (len(tiles) - heads, tile, x.shape[1])
   y_tail = jnp.zeros_like(x, shape=tail)
   y_tail = _tail_loop(heads, table, tail_tile, y_tail)
   y = combine(table.row_slot, y_head, y_tail, gates)
-  return y.astype(out_dtype), (x, gates, w_gate_up, w_down, table, gate_up)
+  saved = (x, gates, w_gate_up, w_down, totals, table, gate_up)
+  return y.astype(static.out_dtype), saved
 
 
-def _backward(tile, heads, out_dtype, residuals, dy):
-  del out_dtype
-  x, gates, w_gate_up, w_down, table, gate_up = residuals
+def _backward(static, residuals, dy):
+  tile, heads, clamp = static.tile, static.heads, static.clamp
+  x, gates, w_gate_up, w_down, totals, table, gate_up = residuals
   tiles = table.slot_row.reshape(-1, tile)
   token = jnp.where(tiles < 0, -1, tiles // gates.shape[1])
   dy, flat_gates = dy.astype(x.dtype), gates.reshape(-1)
@@ -121,7 +140,7 @@ def _backward(tile, heads, out_dtype, residuals, dy):
     )
 
   dx_head, dg_head, *d_weights = _gradients(
-    *inputs(slice(heads)), gate_up, w_gate_up[:heads], w_down[:heads]
+    *inputs(slice(heads)), gate_up, w_gate_up[:heads], w_down[:heads], clamp
   )
   if not heads:
     d_weights = [jnp.zeros_like(w, jnp.float32) for w in (w_gate_up, w_down)]
@@ -131,7 +150,7 @@ def _backward(tile, heads, out_dtype, residuals, dy):
     rows, d_rows, weight = inputs(i[None])
     up, down = _pick(w_gate_up, expert), _pick(w_down, expert)
     gate_up = _gate_up(rows, up)
-    parts = _gradients(rows, d_rows, weight, gate_up, up, down)
+    parts = _gradients(rows, d_rows, weight, gate_up, up, down, clamp)
     at_tail = functools.partial(
       lax.dynamic_update_slice_in_dim, start_index=i - heads, axis=0
     )
@@ -149,13 +168,13 @@ def _backward(tile, heads, out_dtype, residuals, dy):
   dx_tail, dg_tail, d_gate_up, d_down = _tail_loop(
     heads, table, tail_tile, (dx_tail, dg_tail, *d_weights)
   )
-  return (
-    combine(table.row_slot, dx_head, dx_tail).astype(x.dtype),
-    None,
-    at_slots(table.row_slot, dg_head, dg_tail),
-    d_gate_up.astype(w_gate_up.dtype),
-    d_down.astype(w_down.dtype),
-  )
+  d_x = combine(table.row_slot, dx_head, dx_tail).astype(x.dtype)
+  d_gates = at_slots(table.row_slot, dg_head, dg_tail)
+  if totals is not None:
+    d_totals = (totals[0] + d_gate_up, totals[1] + d_down)
+    return d_x, None, d_gates, None, None, d_totals
+  d_weights = d_gate_up.astype(w_gate_up.dtype), d_down.astype(w_down.dtype)
+  return d_x, None, d_gates, *d_weights, None
 
 
 _moe.defvjp(_forward, _backward)
@@ -191,8 +210,8 @@ def _down(act, w_down):
   return _einsum("eti,eih->eth", act, w_down, act.dtype)
 
 
-def _swiglu(gate_up):
-  gate, up = _split(gate_up)
+def _swiglu(gate_up, clamp):
+  gate, up = _clamped(*_split(gate_up), clamp)
   return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
@@ -201,7 +220,13 @@ def _split(gate_up):
   return gate_up[..., 0, :], gate_up[..., 1, :]
 
 
-def _gradients(rows, d_rows, weight, gate_up, w_gate_up, w_down):
+def _clamped(gate, up, clamp):
+  if clamp is None:
+    return gate, up
+  return jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
+
+
+def _gradients(rows, d_rows, weight, gate_up, w_gate_up, w_down, clamp):
   """Gradients of some tiles: of the rows, their gates and both weights.
 
   Args:
@@ -211,17 +236,22 @@ def _gradients(rows, d_rows, weight, gate_up, w_gate_up, w_down):
     gate_up: [tiles, tile, 2, I], the pre-activations.
     w_gate_up: [tiles, H, 2, I], the weights of each tile's expert.
     w_down: [tiles, I, H], likewise.
+    clamp: limit of the pre-activations, or None.
   """
-  gate, up = _split(gate_up)
+  free_gate, free_up = _split(gate_up)
+  gate, up = _clamped(free_gate, free_up, clamp)
   sigmoid = jax.nn.sigmoid(gate)
   silu = gate * sigmoid
   act = silu * up
   d_act = _einsum("eth,eih->eti", d_rows, w_down, jnp.float32)
   d_weight = (d_act * act).sum(axis=-1)
   d_act = weight * d_act
-  d_gate_up = jnp.stack(
-    [d_act * up * (sigmoid + silu * (1 - sigmoid)), d_act * silu], axis=-2
-  ).astype(rows.dtype)
+  d_gate = d_act * up * (sigmoid + silu * (1 - sigmoid))
+  d_up = d_act * silu
+  if clamp is not None:
+    d_gate = jnp.where(free_gate > clamp, 0, d_gate)
+    d_up = jnp.where(jnp.abs(free_up) > clamp, 0, d_up)
+  d_gate_up = jnp.stack([d_gate, d_up], axis=-2).astype(rows.dtype)
   act = (weight * act).astype(rows.dtype)
   return (
     _einsum("etgi,ehgi->eth", d_gate_up, w_gate_up, rows.dtype),

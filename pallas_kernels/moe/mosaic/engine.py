@@ -8,7 +8,9 @@ hardware decides can change a result. Interpreted on CPUs and compiled for
 sm_90a in the tests; not yet run on a GPU.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Contraction length of one pipeline step: a 128-byte swizzle row of 16 bits.
 DEPTH = 64
-WARPGROUP_ROWS = 64
+# Rows of wgmma, a consumer's. A tile has them once, or once for each consumer.
+WARPGROUP_ROWS = FEW_ROWS = 64
+ROWS = 2 * WARPGROUP_ROWS
 # Registers of a producer thread: enough for it, and leaves 240 for a consumer,
 # whose SwiGLU epilogue spills with the 232 that 40 would leave.
 _PRODUCER_REGISTERS = 32
@@ -129,9 +133,39 @@ def finish():
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def my_rows():
-  """This consumer's rows within a tile."""
-  return pl.ds(lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+@dataclasses.dataclass(frozen=True)
+class Share:
+  """What this consumer computes of a tile: 64 rows by `width` columns.
+
+  Attributes:
+    rows: its rows within the tile.
+    first: its first column.
+    width: how many columns.
+  """
+
+  rows: Any
+  first: Any
+  width: int
+
+  @property
+  def columns(self):
+    """Its columns within the tile."""
+    return pl.ds(self.first, self.width)
+
+
+def share(tile_rows: int, columns: int) -> Share:
+  """Splits tiles of `ROWS` rows by rows, tiles of `FEW_ROWS` by columns."""
+  consumer = lax.axis_index("wg")
+  if tile_rows == ROWS:
+    rows = pl.ds(consumer * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    return Share(rows, 0, columns)
+  half = columns // 2
+  return Share(pl.ds(0, WARPGROUP_ROWS), consumer * half, half)
+
+
+def share_width(tile_rows: int, columns: int) -> int:
+  """Returns how many columns a consumer computes, see `share`."""
+  return columns if tile_rows == ROWS else columns // 2
 
 
 def walk(num_row_tiles, num_column_tiles: int, band: int):

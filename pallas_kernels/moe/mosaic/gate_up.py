@@ -10,14 +10,12 @@ and compiled for sm_90a in the tests; not yet run on a GPU.
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe.mosaic import engine
+from pallas_kernels.moe.mosaic import engine, swiglu
 from pallas_kernels.moe.mosaic.engine import DEPTH
-from pallas_kernels.moe.mosaic.layout import TILE
 
 
 def gate_up(
@@ -26,6 +24,7 @@ def gate_up(
   num_tiles: Int[Array, "1"],
   w_gate_up: Float[Array, "E H 2 I"],
   *,
+  clamp: float | None = None,
   columns: int,
   stages: int,
   band: int,
@@ -34,11 +33,12 @@ def gate_up(
   """silu(x Wg) * (x Wu) and its pre-activations, for rows in tiles.
 
   Args:
-    x: rows grouped by expert, M = tiles * TILE.
+    x: rows grouped by expert, in tiles of 128 or 64.
     tile_expert: the expert of each tile.
     num_tiles: how many tiles to compute; the others stay undefined.
     w_gate_up: weights; gate at [:, :, 0], up at [:, :, 1].
-    columns: columns of I a tile, 64 or 128.
+    clamp: limit of the pre-activations, see `swiglu`.
+    columns: columns of I a tile, 64 or 128; 128 if tiles have 64 rows.
     stages: TMA stages.
     band: row tiles walked together, a power of two.
     num_sms: blocks; no result depends on it.
@@ -47,10 +47,10 @@ def gate_up(
     The activation, and gate and up side by side.
   """
   (rows, width), (experts, _, _, inner) = x.shape, w_gate_up.shape
-  dtype = x.dtype
+  dtype, tile_rows = x.dtype, rows // len(tile_expert)
   weights = w_gate_up.reshape(experts, width, 2 * inner)
   specs = (
-    engine.block((TILE, DEPTH), lambda i: (0, i), dtype),
+    engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype),
     engine.block((DEPTH, columns), lambda i: (i, 0), dtype),
     engine.block((DEPTH, columns), lambda i: (i, 0), dtype),
   )
@@ -66,36 +66,40 @@ def gate_up(
       collective_axes="wg",
     )
     def _(ring, staged):
-      mine = engine.my_rows()
+      mine = engine.share(tile_rows, columns)
 
       @engine.walk(count_ref[0], inner // columns, band)
       def _(row_tile, column_tile):
         expert = expert_ref[row_tile]
-        at_rows = pl.ds(row_tile * TILE, TILE)
+        at_rows = pl.ds(row_tile * tile_rows, tile_rows)
         first = column_tile * columns
 
         def step(_, x_tile, gate_tile, up_tile, accs):
-          plgpu.wgmma(accs[0], x_tile.at[mine], gate_tile)
-          plgpu.wgmma(accs[1], x_tile.at[mine], up_tile)
+          for acc, w_tile in zip(accs, (gate_tile, up_tile), strict=True):
+            w_mine = w_tile.at[:, mine.columns]
+            plgpu.wgmma(acc, x_tile.at[mine.rows], w_mine)
           plgpu.wgmma_wait(0)
           return accs
 
         def context(run):
-          @engine.accumulators(2, columns)
+          @engine.accumulators(2, mine.width)
           def _(accs):
             run(tuple(accs))
             gate, up = (acc[...] for acc in accs)
 
-            def chunks():
-              for j in range(0, columns, chunk):
-                g, u = (v[:, j : j + chunk].astype(dtype) for v in (gate, up))
-                at = first + j
-                yield g, pre_ref.at[at_rows, pl.ds(at, chunk)].at[mine]
-                yield u, pre_ref.at[at_rows, pl.ds(inner + at, chunk)].at[mine]
-                a = swiglu(g, u)
-                yield a, act_ref.at[at_rows, pl.ds(at, chunk)].at[mine]
+            def at(ref, column):
+              return ref.at[at_rows, pl.ds(column, chunk)].at[mine.rows]
 
-            engine.store(staged, chunks(), 3 * columns // chunk)
+            def chunks():
+              for j in range(0, mine.width, chunk):
+                g, u = (v[:, j : j + chunk].astype(dtype) for v in (gate, up))
+                column = first + mine.first + j
+                yield g, at(pre_ref, column)
+                yield u, at(pre_ref, inner + column)
+                act = swiglu.activation(g, u, clamp)
+                yield act.astype(dtype), at(act_ref, column)
+
+            engine.store(staged, chunks(), 3 * mine.width // chunk)
 
         w = w_ref.at[expert]
         engine.pipeline(
@@ -119,10 +123,3 @@ def gate_up(
       body, out_type, *operands, num_sms=num_sms, name="moe_gate_up"
     )
   )
-
-
-def swiglu(gate, up):
-  """silu(gate) * up in float32, rounded to their type."""
-  dtype = gate.dtype
-  gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-  return (gate * (1 / (1 + jnp.exp(-gate))) * up).astype(dtype)

@@ -13,7 +13,9 @@ compiled for sm_90a in the tests; not yet run on a GPU, hence chosen only by
 name.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,8 @@ def apply(
   *,
   expected_rows: int | None = None,
   out_dtype=None,
+  clamp: float | None = None,
+  grad_totals=None,
 ) -> Float[Array, "T H"]:
   """The layer of `moe_ffn`, by Mosaic kernels.
 
@@ -62,38 +66,52 @@ def apply(
     gates: weight of each expert's output, float32.
     w_gate_up: gate and up projections; I a multiple of 64, and H or I of 128.
     w_down: down projections.
-    expected_rows: ignored: groups are padded by less than a tile each.
+    expected_rows: how many of the T * K rows are likely to have an expert here
+      (all, by default). It sizes the tiles.
     out_dtype: dtype of the result, x.dtype by default.
+    clamp: limit of the pre-activations, or None.
+    grad_totals: float32 weight gradients to add to, see `moe_ffn`, or None.
 
   Returns:
     The combined expert outputs, [T, H].
   """
-  del expected_rows
   out_dtype = jnp.dtype(out_dtype or x.dtype)
-  return _moe(out_dtype, x, expert_ids, gates, w_gate_up, w_down)
+  tile = tiles.tile_rows(expected_rows or expert_ids.size, *w_down.shape)
+  static = Static(out_dtype, clamp, tile)
+  return _moe(static, x, expert_ids, gates, w_gate_up, w_down, grad_totals)
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+  """What is known when a layer is compiled."""
+
+  out_dtype: Any
+  clamp: float | None
+  tile: int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe(out_dtype, *arrays):
-  return _forward(out_dtype, *arrays)[0]
+def _moe(static, *arrays):
+  return _forward(static, *arrays)[0]
 
 
-def _forward(out_dtype, x, expert_ids, gates, w_gate_up, w_down):
+def _forward(static, x, expert_ids, gates, w_gate_up, w_down, totals):
   experts, inner, width = w_down.shape
-  table = layout.build(expert_ids, experts)
+  table = layout.build(expert_ids, experts, static.tile)
   used = table.tile_expert, table.num_tiles
   rows = take(x, _token(table, gates))
-  choice = tiles.gate_up(inner)
-  act, pre = gate_up(rows, *used, w_gate_up, **choice.arguments())
-  choice = tiles.matmul(width)
+  choice = tiles.gate_up(width, inner, static.tile)
+  act, pre = gate_up(
+    rows, *used, w_gate_up, clamp=static.clamp, **choice.arguments()
+  )
+  choice = tiles.matmul(inner, width, static.tile)
   out = matmul(act, *used, w_down, transposed=False, **choice.arguments())
-  y = _combine(table, out, gates).astype(out_dtype)
-  return y, (x, gates, w_gate_up, w_down, table, pre)
+  y = _combine(table, out, gates).astype(static.out_dtype)
+  return y, (x, gates, w_gate_up, w_down, totals, table, pre)
 
 
-def _backward(out_dtype, residuals, dy):
-  del out_dtype
-  x, gates, w_gate_up, w_down, table, pre = residuals
+def _backward(static, residuals, dy):
+  x, gates, w_gate_up, w_down, totals, table, pre = residuals
   experts, inner, width = w_down.shape
   used = table.tile_expert, table.num_tiles
   groups = table.start, table.size, table.order
@@ -101,31 +119,47 @@ def _backward(out_dtype, residuals, dy):
   d_rows = take(dy.astype(x.dtype), token)
   weight = take(gates.reshape(-1), table.slot_row)
 
-  choice = tiles.swiglu_gradient(inner)
+  choice = tiles.swiglu_gradient(width, inner, static.tile)
   d_pre, act, products = swiglu_gradient(
-    d_rows, weight, pre, *used, w_down, **choice.arguments()
+    d_rows,
+    weight,
+    pre,
+    *used,
+    w_down,
+    clamp=static.clamp,
+    **choice.arguments(),
   )
-  choice = tiles.matmul(width)
+  choice = tiles.matmul(2 * inner, width, static.tile)
   flat = w_gate_up.reshape(experts, width, 2 * inner)
   d_x_rows = matmul(d_pre, *used, flat, transposed=True, **choice.arguments())
-  choice = tiles.weight_gradient(inner, width)
-  d_w_down = weight_gradient(
-    act, d_rows, *groups, out_dtype=w_down.dtype, **choice.arguments()
-  )
-  choice = tiles.weight_gradient(width, 2 * inner)
-  d_w_gate_up = weight_gradient(
-    take(x, token),
-    d_pre,
-    *groups,
-    out_dtype=w_gate_up.dtype,
-    **choice.arguments(),
+
+  def of_weights(rows, d, weights, total):
+    if total is not None:
+      total = total.reshape(experts, rows.shape[1], d.shape[1])
+    choice = tiles.weight_gradient(rows.shape[1], d.shape[1])
+    gradient = weight_gradient(
+      rows,
+      d,
+      *groups,
+      total,
+      out_dtype=weights.dtype if total is None else jnp.float32,
+      **choice.arguments(),
+    ).reshape(weights.shape)
+    # Where a total takes the gradient, the weights get none.
+    return (gradient, None) if total is None else (None, gradient)
+
+  total_gate_up, total_down = totals or (None, None)
+  d_down, total_down = of_weights(act, d_rows, w_down, total_down)
+  d_gate_up, total_gate_up = of_weights(
+    take(x, token), d_pre, w_gate_up, total_gate_up
   )
   return (
     _combine(table, d_x_rows).astype(x.dtype),
     None,
     take(functools.reduce(jnp.add, products), table.row_slot),
-    d_w_gate_up.reshape(w_gate_up.shape),
-    d_w_down,
+    d_gate_up,
+    d_down,
+    totals and (total_gate_up, total_down),
   )
 
 
@@ -138,5 +172,4 @@ def _token(table, gates):
 
 
 def _combine(table, rows, gates=None):
-  rows = rows.reshape(-1, layout.TILE, rows.shape[1])
-  return combine(table.row_slot, rows, rows[:0], gates)
+  return combine(table.row_slot, rows[None], rows[None][:0], gates)

@@ -1,8 +1,8 @@
 """Where routed rows lie for the Hopper kernels: groups aligned to tiles.
 
-The tables of `routing.py` with tiles of `TILE` rows, all tiles of an expert in
-a row and no head, plus the first row and the number of rows of each expert. A
-kernel finds the expert of a tile by one load; it never scans the experts.
+The tables of `routing.py` without a head: all tiles of an expert in a row, plus
+the first row and the number of rows of each expert. A kernel finds the expert
+of a tile by one load; it never scans the experts.
 """
 
 import dataclasses
@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.moe import routing
-
-# Two consumer warpgroups, each with wgmma's 64 rows.
-TILE = 128
+from pallas_kernels.moe.mosaic.engine import ROWS
 
 
 @jax.tree_util.register_dataclass
@@ -27,10 +25,10 @@ class Layout:
     tile_expert: [tiles], the expert whose weights a tile needs.
     num_tiles: [1], how many tiles are in use. What the others hold is
       undefined and never read.
-    start: [E], the first slot of each expert, a multiple of `TILE`.
+    start: [E], the first slot of each expert, a multiple of the tile.
     size: [E], rows of each expert; its slots past them are padding.
     order: [E], experts by falling size, so that the longest work starts first.
-    slot_row: [tiles * TILE], the row t * K + k in each slot, or -1.
+    slot_row: [tiles * tile], the row t * K + k in each slot, or -1.
     row_slot: [T, K], the slot of each row, or -1.
   """
 
@@ -43,18 +41,21 @@ class Layout:
   row_slot: Any
 
 
-def build(expert_ids: Int[Array, "T K"], num_experts: int) -> Layout:
+def build(
+  expert_ids: Int[Array, "T K"], num_experts: int, tile: int = ROWS
+) -> Layout:
   """Groups rows by expert; a pure function of the ids, without scatters.
 
   Args:
     expert_ids: the expert of each (token, k); outside [0, num_experts) no slot.
     num_experts: E.
+    tile: rows a tile, see `tiles.tile_rows`.
 
   Returns:
     The tables, see `Layout`.
   """
-  table = routing.route(expert_ids, num_experts, TILE, head=False)
-  padded = -(-table.group_sizes // TILE) * TILE
+  table = routing.route(expert_ids, num_experts, tile, head=False)
+  padded = -(-table.group_sizes // tile) * tile
   start = jnp.cumsum(padded, dtype=jnp.int32) - padded
   return Layout(
     tile_expert=table.tile_expert,

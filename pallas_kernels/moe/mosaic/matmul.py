@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe.mosaic import engine
 from pallas_kernels.moe.mosaic.engine import DEPTH
-from pallas_kernels.moe.mosaic.layout import TILE
 
 
 def matmul(
@@ -33,17 +32,19 @@ def matmul(
   """Computes x W[expert], or x W[expert]^T if `transposed`, for rows in tiles.
 
   Args:
-    x: rows grouped by expert, M = tiles * TILE.
+    x: rows grouped by expert, tiles of 128 or 64.
     tile_expert: the expert of each tile.
     num_tiles: how many tiles to compute; the others stay undefined.
     weights: [E, A, D], or [E, D, A] if transposed.
     transposed: whether to multiply by the transpose.
-    columns: columns of D a tile, a multiple of 64 up to 256.
+    columns: columns of D a tile, a multiple of 64 up to 256; of 128 if tiles
+      have 64 rows.
     stages: TMA stages.
     band: row tiles walked together, a power of two.
     num_sms: blocks; no result depends on it.
   """
   rows, width = x.shape
+  tile_rows = rows // len(tile_expert)
   dtype = x.dtype
   out_width = weights.shape[1 if transposed else 2]
   chunk = engine.store_columns(dtype)
@@ -51,7 +52,7 @@ def matmul(
     w_spec = engine.block((columns, DEPTH), lambda i: (0, i), dtype)
   else:
     w_spec = engine.block((DEPTH, columns), lambda i: (i, 0), dtype)
-  specs = (engine.block((TILE, DEPTH), lambda i: (0, i), dtype), w_spec)
+  specs = (engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype), w_spec)
 
   def body(expert_ref, count_ref, x_ref, w_ref, y_ref):
     @functools.partial(
@@ -61,35 +62,34 @@ def matmul(
       collective_axes="wg",
     )
     def _(ring, staged):
-      mine = engine.my_rows()
+      mine = engine.share(tile_rows, columns)
 
       @engine.walk(count_ref[0], out_width // columns, band)
       def _(row_tile, column_tile):
-        at_rows = pl.ds(row_tile * TILE, TILE)
+        at_rows = pl.ds(row_tile * tile_rows, tile_rows)
         first = column_tile * columns
 
         def step(_, x_tile, w_tile, accs):
-          w_tile = w_tile.transpose((1, 0)) if transposed else w_tile
-          plgpu.wgmma(accs[0], x_tile.at[mine], w_tile)
+          if transposed:
+            w_mine = w_tile.at[mine.columns].transpose((1, 0))
+          else:
+            w_mine = w_tile.at[:, mine.columns]
+          plgpu.wgmma(accs[0], x_tile.at[mine.rows], w_mine)
           plgpu.wgmma_wait(0)
           return accs
 
         def context(run):
-          @engine.accumulators(1, columns)
+          @engine.accumulators(1, mine.width)
           def _(accs):
             run(tuple(accs))
             y = accs[0][...].astype(dtype)
-            engine.store(
-              staged,
-              (
-                (
-                  y[:, j : j + chunk],
-                  y_ref.at[at_rows, pl.ds(first + j, chunk)].at[mine],
-                )
-                for j in range(0, columns, chunk)
-              ),
-              columns // chunk,
-            )
+
+            def chunks():
+              for j in range(0, mine.width, chunk):
+                at = pl.ds(first + mine.first + j, chunk)
+                yield y[:, j : j + chunk], y_ref.at[at_rows, at].at[mine.rows]
+
+            engine.store(staged, chunks(), mine.width // chunk)
 
         w = w_ref.at[expert_ref[row_tile]]
         at_columns = pl.ds(first, columns)

@@ -7,8 +7,8 @@ and the row sums of dA' * A, the gradient of the gate weight (so the expert
 outputs are never saved). Sums over column tiles are left apart, to be added in
 a fixed order. Pre-activations arrive by TMA, the first two chunks during the
 multiplication, the others two chunks ahead; gradients leave from where they
-lay. Interpreted on CPUs
-and compiled for sm_90a in the tests; not yet run on a GPU.
+lay. Interpreted on CPUs and compiled for sm_90a in the tests; not yet run on a
+GPU.
 """
 
 import functools
@@ -20,9 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe.mosaic import engine
+from pallas_kernels.moe.mosaic import engine, swiglu
 from pallas_kernels.moe.mosaic.engine import DEPTH, WARPGROUP_ROWS
-from pallas_kernels.moe.mosaic.layout import TILE
 
 
 def swiglu_gradient(
@@ -33,6 +32,7 @@ def swiglu_gradient(
   num_tiles: Int[Array, "1"],
   w_down: Float[Array, "E I H"],
   *,
+  clamp: float | None = None,
   columns: int,
   stages: int,
   band: int,
@@ -47,6 +47,7 @@ def swiglu_gradient(
     tile_expert: the expert of each tile.
     num_tiles: how many tiles to compute; the others stay undefined.
     w_down: weights.
+    clamp: limit of the pre-activations, see `swiglu`.
     columns: columns of I a tile, a multiple of 64 up to 256.
     stages: TMA stages.
     band: row tiles walked together, a power of two.
@@ -54,13 +55,14 @@ def swiglu_gradient(
 
   Returns:
     The gradients of gate and up side by side; weight * A; and, for each tile of
-    columns of I, the row sums of dA' * A in float32.
+    columns of I (half of one, if tiles have 64 rows), the row sums of dA' * A
+    in float32.
   """
   (rows, width), inner = dy.shape, w_down.shape[1]
-  dtype = dy.dtype
+  dtype, tile_rows = dy.dtype, rows // len(tile_expert)
   chunk = engine.store_columns(dtype)
   specs = (
-    engine.block((TILE, DEPTH), lambda i: (0, i), dtype),
+    engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype),
     engine.block((columns, DEPTH), lambda i: (0, i), dtype),
   )
   # Of each consumer: two slots of gate and up, and one for what leaves as A.
@@ -82,70 +84,77 @@ def swiglu_gradient(
       collective_axes="wg",
     )
     def _(ring, chunks, acts, arrived):
-      me, mine = lax.axis_index("wg"), engine.my_rows()
+      me, mine = lax.axis_index("wg"), engine.share(tile_rows, columns)
 
       @engine.walk(count_ref[0], inner // columns, band)
       def _(row_tile, column_tile):
-        at_rows = pl.ds(row_tile * TILE, TILE)
+        at_rows = pl.ds(row_tile * tile_rows, tile_rows)
         first = column_tile * columns
 
         def step(_, dy_tile, w_tile, accs):
-          plgpu.wgmma(accs[0], dy_tile.at[mine], w_tile.transpose((1, 0)))
+          w_mine = w_tile.at[mine.columns].transpose((1, 0))
+          plgpu.wgmma(accs[0], dy_tile.at[mine.rows], w_mine)
           plgpu.wgmma_wait(0)
           return accs
 
         def at(ref, column):
-          return ref.at[at_rows, pl.ds(column, chunk)].at[mine]
+          column += first + mine.first
+          return ref.at[at_rows, pl.ds(column, chunk)].at[mine.rows]
 
         def fetch(j):
           slot = j // chunk % 2
           for side in (0, 1):
             plgpu.copy_gmem_to_smem(
-              at(pre_ref, side * inner + first + j),
+              at(pre_ref, side * inner + j),
               chunks.at[me, slot, side],
               arrived.at[2 * me + slot],
             )
 
         def context(run):
           engine.finish()  # The tile before has left its slots.
-          for j in range(0, min(2 * chunk, columns), chunk):
+          for j in range(0, min(2 * chunk, mine.width), chunk):
             fetch(j)
 
-          @engine.accumulators(1, columns)
+          @engine.accumulators(1, mine.width)
           def _(accs):
             run(tuple(accs))
             d_act = accs[0][...]
             share = plgpu.load(
-              weight_ref.at[at_rows].at[mine],
+              weight_ref.at[at_rows].at[mine.rows],
               layout=plgpu.Layout.WGMMA.reduce(1),
               optimized=False,
             )
             sums = []
-            for j in range(0, columns, chunk):
+            for j in range(0, mine.width, chunk):
               slot = j // chunk % 2
               mine_now = chunks.at[me, slot]
               plgpu.barrier_wait(arrived.at[2 * me + slot])
               engine.finish()  # The chunk before has left.
-              if 0 < j < columns - chunk:
+              if 0 < j < mine.width - chunk:
                 fetch(j + chunk)
               d = d_act[:, j : j + chunk]
               weights = lax.broadcast_in_dim(share, shape, (0,))
-              act = _activation(mine_now[0], mine_now[1])
+              act = swiglu.activation(mine_now[0], mine_now[1], clamp)
               sums.append((d * act).sum(axis=1))
               acts[me] = (weights * act).astype(dtype)
               # Read again after a barrier: fewer registers in use at a time.
               plgpu.commit_smem()
-              d_gate, d_up = _gradients(mine_now[0], mine_now[1], weights * d)
+              d_gate, d_up = swiglu.gradients(
+                mine_now[0], mine_now[1], weights * d, clamp
+              )
               mine_now[0] = d_gate.astype(dtype)
               mine_now[1] = d_up.astype(dtype)
               plgpu.commit_smem()
               for source, ref, column in (
-                (mine_now.at[0], d_pre_ref, first + j),
-                (mine_now.at[1], d_pre_ref, inner + first + j),
-                (acts.at[me], act_ref, first + j),
+                (mine_now.at[0], d_pre_ref, j),
+                (mine_now.at[1], d_pre_ref, inner + j),
+                (acts.at[me], act_ref, j),
               ):
                 plgpu.copy_smem_to_gmem(source, at(ref, column))
-            sums_ref = d_weight_ref.at[column_tile, at_rows].at[mine]
+            part = column_tile * (columns // mine.width)
+            if mine.width < columns:
+              part += me
+            sums_ref = d_weight_ref.at[part, at_rows].at[mine.rows]
             sums_ref[...] = functools.reduce(jnp.add, sums)
 
         engine.pipeline(
@@ -158,10 +167,11 @@ def swiglu_gradient(
 
       engine.finish()
 
+  parts = inner // engine.share_width(tile_rows, columns)
   out_type = [
     jax.ShapeDtypeStruct((rows, 2 * inner), dtype),
     jax.ShapeDtypeStruct((rows, inner), dtype),
-    jax.ShapeDtypeStruct((inner // columns, rows), jnp.float32),
+    jax.ShapeDtypeStruct((parts, rows), jnp.float32),
   ]
   operands = (tile_expert, num_tiles, dy, weight, pre, w_down)
   return tuple(
@@ -169,17 +179,3 @@ def swiglu_gradient(
       body, out_type, *operands, num_sms=num_sms, name="moe_swiglu_gradient"
     )
   )
-
-
-def _activation(gate, up):
-  """The activation silu(gate) * up in float32."""
-  gate = gate.astype(jnp.float32)
-  return gate * (1 / (1 + jnp.exp(-gate))) * up.astype(jnp.float32)
-
-
-def _gradients(gate, up, d_act):
-  """Gradients of gate and up in float32."""
-  gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-  sigmoid = 1 / (1 + jnp.exp(-gate))
-  silu = gate * sigmoid
-  return d_act * up * (sigmoid + silu * (1 - sigmoid)), d_act * silu

@@ -1,10 +1,16 @@
-"""Tile shapes of the Hopper kernels, from shape and SM count alone.
+"""Tile shapes of the Hopper kernels: a pure function of shape, dtype and chip.
 
-A rule, not a search: what a shape gets never depends on a measurement at run
-time, so machines of one kind make the same bits. No tile shape changes the
-order of a sum over the contraction, which always runs in steps of 64.
+First the table of measured choices, `tuned.json`, which `benchmarks/moe_stages`
+writes and this package ships; where it has no entry, a rule. Nothing is
+measured at run time, so machines of one kind make the same bits. No tile shape
+changes the order of a sum over the contraction, which runs in steps of 64; the
+columns of the SwiGLU gradient group the sums of the gates' gradients, so the
+table may change its stages and bands only.
 
-- A tile has 128 rows, one expert's, 64 for each of two consumer warpgroups.
+The rule:
+
+- A tile has 128 rows of one expert, 64 for each of two consumer warpgroups.
+  Where experts have few rows, it has 64, and the consumers split its columns.
 - Columns: the most that divide the width and whose accumulators fit the
   registers: 64 x 256 float32 are 128 registers a thread. Gate and up share
   them, so 128 each. Narrower tiles would ask more of the L2 cache than it has.
@@ -13,11 +19,15 @@ order of a sum over the contraction, which always runs in steps of 64.
 """
 
 import dataclasses
+import functools
+import json
+import pathlib
 
 import jax
 
-from pallas_kernels.moe.mosaic.engine import DEPTH
-from pallas_kernels.moe.mosaic.layout import TILE
+from pallas_kernels.moe.mosaic.engine import DEPTH, FEW_ROWS, ROWS
+
+TABLE = pathlib.Path(__file__).with_name("tuned.json")
 
 # A block's shared memory on Hopper, less 1 KiB for barriers and row sums.
 _SHARED_BYTES = 226 * 1024
@@ -40,26 +50,43 @@ class Tiles:
     return dataclasses.asdict(self)
 
 
-def gate_up(inner: int) -> Tiles:
-  """Tiles of the gate and up projections, I = inner."""
-  return _tiles(inner, most=128, operands=2)
+def tile_rows(rows: int, num_experts: int, inner: int, width: int) -> int:
+  """Returns the rows of a tile, for T * K = rows, I = inner and H = width.
+
+  Tiles of 64 rows move more weights a FLOP through the L2 cache, so they are
+  for groups that mostly fit one: then reading weights from memory takes longer
+  than that, and half the padding is half the work.
+  """
+  few = rows <= num_experts * FEW_ROWS // 2
+  return FEW_ROWS if few and inner % 128 == width % 128 == 0 else ROWS
 
 
-def matmul(width: int) -> Tiles:
-  """Tiles of a grouped multiplication with so many output columns."""
-  return _tiles(width, most=256)
+def gate_up(width: int, inner: int, rows: int = ROWS) -> Tiles:
+  """Tiles of the gate and up projections, H = width and I = inner."""
+  return _tiles(
+    ("gate_up", width, inner), inner, rows=rows, most=128, operands=2
+  )
 
 
-def swiglu_gradient(inner: int) -> Tiles:
-  """Tiles of the backward pass through SwiGLU, I = inner."""
-  return _tiles(inner, most=256, buffers=10 * _CHUNK_BYTES)
+def matmul(depth: int, width: int, rows: int = ROWS) -> Tiles:
+  """Tiles of a grouped multiplication, [M, depth] to [M, width]."""
+  return _tiles(("matmul", depth, width), width, rows=rows)
+
+
+def swiglu_gradient(width: int, inner: int, rows: int = ROWS) -> Tiles:
+  """Tiles of the backward pass through SwiGLU, H = width and I = inner."""
+  return _tiles(
+    ("swiglu_gradient", width, inner),
+    inner,
+    rows=rows,
+    buffers=10 * _CHUNK_BYTES,
+  )
 
 
 def weight_gradient(height: int, width: int) -> Tiles:
   """Tiles of weight gradients [height, width]."""
-  if height % TILE:  # The consumers split the columns, at least 64 for each.
-    return _tiles(width, most=256, choices=(256, 128))
-  return _tiles(width, most=256)
+  rows = FEW_ROWS if height % ROWS else ROWS  # Rows of the gradient.
+  return _tiles(("weight_gradient", height, width), width, rows=rows)
 
 
 def sm_count() -> int:
@@ -67,11 +94,47 @@ def sm_count() -> int:
   return getattr(jax.devices()[0], "core_count", None) or 132
 
 
+def most_stages(
+  columns: int, *, rows: int = ROWS, operands: int = 1, buffers: int
+) -> int:
+  """Returns how many stages of a pipeline fit into shared memory."""
+  stage = DEPTH * (rows + operands * columns) * _ELEMENT_BYTES
+  return (_SHARED_BYTES - buffers) // stage
+
+
+def key(name: str, *dimensions: int, rows: int) -> str:
+  """Returns the table's key of a kernel: gate_up_4096x1024_r128, for instance.
+
+  Args:
+    name: of a function of this module.
+    dimensions: its arguments.
+    rows: rows of a tile.
+  """
+  return f"{name}_{'x'.join(map(str, dimensions))}_r{rows}"
+
+
 def _tiles(
-  width, *, most, operands=1, buffers=4 * _CHUNK_BYTES,
-  choices=(256, 192, 128, 64),
-):  # fmt: skip
-  columns = next(c for c in choices if c <= most and width % c == 0)
-  stage = DEPTH * (TILE + operands * columns) * _ELEMENT_BYTES
-  stages = min(4, (_SHARED_BYTES - buffers) // stage)
-  return Tiles(columns, stages, band=8, num_sms=sm_count())
+  identity, width, *, rows, most=256, operands=1, buffers=4 * _CHUNK_BYTES
+):
+  # Consumers that split columns need 64 or 128 of them each.
+  choices = (256, 192, 128, 64) if rows == ROWS else (256, 128)
+  fitting = [c for c in choices if c <= most and width % c == 0]
+  if not fitting:
+    raise ValueError(f"{identity}: no tile of {rows} rows divides {width}.")
+  columns = fitting[0]
+  rule = {
+    "columns": columns,
+    "stages": min(
+      4, most_stages(columns, rows=rows, operands=operands, buffers=buffers)
+    ),
+    "band": 8,
+  }
+  measured = _table().get(jax.devices()[0].device_kind, {})
+  return Tiles(
+    **rule | measured.get(key(*identity, rows=rows), {}), num_sms=sm_count()
+  )
+
+
+@functools.cache
+def _table():
+  return json.loads(TABLE.read_text()) if TABLE.exists() else {}

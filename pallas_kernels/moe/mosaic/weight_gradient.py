@@ -18,8 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe.mosaic import engine
-from pallas_kernels.moe.mosaic.engine import DEPTH, WARPGROUP_ROWS
-from pallas_kernels.moe.mosaic.layout import TILE
+from pallas_kernels.moe.mosaic.engine import DEPTH, FEW_ROWS, ROWS
 
 
 def weight_gradient(
@@ -42,7 +41,7 @@ def weight_gradient(
     x: rows grouped by expert, A a multiple of 64. If not of 128, the consumers
       split tiles of 64 x `columns` by columns, which 128 then divides.
     d: their gradients.
-    start: the first row of each expert, a multiple of TILE.
+    start: the first row of each expert, a multiple of 64.
     size: rows of each expert.
     order: the experts, in the order in which to take them up.
     total: a float32 gradient to add to.
@@ -55,9 +54,7 @@ def weight_gradient(
   (_, height), width, experts = x.shape, d.shape[1], len(start)
   dtype, out_dtype = x.dtype, jnp.dtype(out_dtype)
   chunk = engine.store_columns(out_dtype)
-  by_columns = height % TILE != 0
-  tile_height = WARPGROUP_ROWS if by_columns else TILE
-  my_width = columns // 2 if by_columns else columns
+  tile_height = FEW_ROWS if height % ROWS else ROWS
   specs = (
     engine.block((DEPTH, tile_height), lambda i: (i, 0), dtype),
     engine.block((DEPTH, columns), lambda i: (i, 0), dtype),
@@ -75,9 +72,7 @@ def weight_gradient(
       collective_axes="wg",
     )
     def _(ring, staged, masked):
-      consumer = lax.axis_index("wg")
-      mine = pl.ds(0, tile_height) if by_columns else engine.my_rows()
-      my_first = consumer * my_width if by_columns else 0
+      mine = engine.share(tile_height, columns)
 
       @plgpu.nd_loop((experts, down * across), collective_axes="sm")
       def _(info):
@@ -87,9 +82,9 @@ def weight_gradient(
           tile, (down, across), 0, min(band, down)
         )
         rows = size_ref[expert]
-        first_row = pl.multiple_of(start_ref[expert], TILE)
+        first_row = pl.multiple_of(start_ref[expert], DEPTH)
         # Pipeline steps reach past these rows; `steps` is what bounds them.
-        from_first = pl.ds(first_row, TILE)
+        from_first = pl.ds(first_row, DEPTH)
         at_rows = pl.ds(row_tile * tile_height, tile_height)
         first = column_tile * columns
 
@@ -103,32 +98,32 @@ def weight_gradient(
             plgpu.barrier_arrive(masked)
             plgpu.barrier_wait(masked)
 
-          x_mine = x_tile.at[:, mine].transpose((1, 0))
-          plgpu.wgmma(accs[0], x_mine, d_tile.at[:, pl.ds(my_first, my_width)])
+          x_mine = x_tile.at[:, mine.rows].transpose((1, 0))
+          plgpu.wgmma(accs[0], x_mine, d_tile.at[:, mine.columns])
           plgpu.wgmma_wait(0)
           return accs
 
         def context(run):
-          @engine.accumulators(1, my_width)
+          @engine.accumulators(1, mine.width)
           def _(accs):
             run(tuple(accs))
             value = accs[0][...]
 
             def chunks():
-              for j in range(0, my_width, chunk):
-                at = pl.ds(first + my_first + j, chunk)
+              for j in range(0, mine.width, chunk):
+                at = pl.ds(first + mine.first + j, chunk)
                 part = value[:, j : j + chunk]
                 if total_ref:
-                  source = total_ref[0].at[expert].at[at_rows, at].at[mine]
+                  source = total_ref[0].at[expert].at[at_rows, at].at[mine.rows]
                   part += plgpu.load(
                     source, layout=plgpu.Layout.WGMMA, optimized=False
                   )
                 yield (
                   part.astype(out_dtype),
-                  out_ref.at[expert].at[at_rows, at].at[mine],
+                  out_ref.at[expert].at[at_rows, at].at[mine.rows],
                 )
 
-            engine.store(staged, chunks(), my_width // chunk)
+            engine.store(staged, chunks(), mine.width // chunk)
 
         engine.pipeline(
           step, context, specs=specs, steps=-(-rows // DEPTH), stages=stages

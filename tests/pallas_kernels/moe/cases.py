@@ -48,7 +48,7 @@ def make(name, dtype=jnp.float32, seed=0):
   return arguments, normal(T, H)
 
 
-def oracle(arguments, dy):
+def oracle(arguments, dy, clamp=np.inf):
   """y and the four gradients in float64, one row (token, k) at a time."""
   x, ids, gates, w_gate_up, w_down = (np.asarray(a) for a in arguments)
   x, gates, w_gate_up, w_down, dy = (
@@ -60,6 +60,8 @@ def oracle(arguments, dy):
     if not 0 <= e < len(w_down):
       continue
     gate, up = x[t] @ w_gate_up[e, :, 0], x[t] @ w_gate_up[e, :, 1]
+    free_gate, free_up = gate <= clamp, abs(up) <= clamp
+    gate, up = np.minimum(gate, clamp), np.clip(up, -clamp, clamp)
     sigmoid = 1 / (1 + np.exp(-gate))
     act = gate * sigmoid * up
     out = act @ w_down[e]
@@ -68,8 +70,8 @@ def oracle(arguments, dy):
     d_out = gates[t, k] * dy[t]
     d_w_down[e] += np.outer(act, d_out)
     d_act = w_down[e] @ d_out
-    d_gate = d_act * up * sigmoid * (1 + gate * (1 - sigmoid))
-    d_up = d_act * gate * sigmoid
+    d_gate = d_act * up * sigmoid * (1 + gate * (1 - sigmoid)) * free_gate
+    d_up = d_act * gate * sigmoid * free_up
     d_w_gate_up[e, :, 0] += np.outer(x[t], d_gate)
     d_w_gate_up[e, :, 1] += np.outer(x[t], d_up)
     d_x[t] += w_gate_up[e, :, 0] @ d_gate + w_gate_up[e, :, 1] @ d_up

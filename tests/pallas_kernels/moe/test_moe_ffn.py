@@ -37,6 +37,43 @@ def test_matches_float64(implementation, routing):
     assert cases.relative_error(a, b) < 2e-6, name
 
 
+@pytest.mark.parametrize("implementation", PORTABLE)
+def test_clamp(implementation):
+  layer = functools.partial(moe_ffn, implementation=implementation, clamp=0.5)
+  arguments, dy = cases.make("skewed")
+  result = forward_backward(layer, arguments, dy)
+  expected = cases.oracle(arguments, dy, clamp=0.5)
+  for name, a, b in zip(cases.NAMES, result, expected, strict=True):
+    assert cases.relative_error(a, b) < 2e-6, name
+  assert cases.relative_error(result[0], cases.oracle(arguments, dy)[0]) > 0.1
+
+
+@pytest.mark.parametrize("implementation", PORTABLE)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_add_up_in_float32(dtype, implementation):
+  (x, ids, gates, *weights), dy = cases.make("skewed", dtype)
+  totals = tuple(jnp.full(w.shape, 3, jnp.float32) for w in weights)
+
+  @jax.jit
+  def backward(gates, weights, totals):
+    def layer(gates, weights, totals):
+      return moe_ffn(
+        x, ids, gates, *weights,
+        implementation=implementation, grad_totals=totals,
+      )  # fmt: skip
+
+    return jax.vjp(layer, gates, weights, totals)[1](dy)
+
+  d_gates, d_weights, sums = backward(gates, weights, totals)
+  arguments = (x, ids, gates, *weights)
+  expected = cases.oracle(arguments, dy)
+  assert cases.relative_error(d_gates, expected[2]) < 1e-2
+  bound = 2e-6 if dtype == jnp.float32 else 5e-3
+  for zero, total, gradient in zip(d_weights, sums, expected[3:], strict=True):
+    assert not zero.any() and total.dtype == jnp.float32
+    assert cases.relative_error(total - 3, gradient) < bound
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision(dtype):
   arguments, dy = cases.make("skewed", dtype)
@@ -157,6 +194,14 @@ def test_no_tokens():
     )
     assert y.shape == arguments[0].shape and not y.any()
     assert not any(g.any() for g in pullback(y)[3:])
+  totals = tuple(jnp.ones(w.shape) for w in weights)
+  _, pullback = jax.vjp(
+    lambda totals: moe_ffn(
+      x[:0], ids[:0], gates[:0], *weights, grad_totals=totals
+    ),
+    totals,
+  )
+  assert all((a == 1).all() for a in pullback(x[:0])[0])
 
 
 def test_every_expert_gets_a_tile_that_holds_the_mean():
@@ -174,6 +219,8 @@ def test_every_expert_gets_a_tile_that_holds_the_mean():
     ({"expert_ids": jnp.zeros((64, 2))}, "must be integers, not float32"),
     ({"gates": jnp.zeros((64, 2), jnp.bfloat16)}, "gates.astype(jnp.float32)"),
     ({"x": jnp.zeros((64, 16), jnp.bfloat16)}, "cast the weights"),
+    ({"clamp": 0.0}, "clamp must be positive or None, not 0.0."),
+    ({"grad_totals": (jnp.zeros(3), jnp.zeros(3))}, "must be like w_gate_up"),
     ({"implementation": "fast"}, "choose one of xla, reference, mosaic, or"),
   ],
 )

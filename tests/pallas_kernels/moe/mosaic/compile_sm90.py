@@ -24,6 +24,7 @@ from pallas_kernels.moe.mosaic.weight_gradient import weight_gradient
 # T=32768 H=4096 I=1024 E=128 K=8, in tiles of 128 rows.
 T, H, I, E, K, COUNT = 32768, 4096, 1024, 128, 8, 2175  # noqa: E741
 M = 128 * COUNT
+FEW = 256  # Tokens of the layer whose tiles have 64 rows.
 
 
 def kernels(dtype):
@@ -48,20 +49,24 @@ def kernels(dtype):
       _forward_backward,
       (array(T, H), int32(T, K), float32(T, K), up, down, array(T, H)),
     ),
+    "layer_few_rows": (
+      functools.partial(_forward_backward, clamp=10.0),
+      (array(FEW, H), int32(FEW, K), float32(FEW, K), up, down, array(FEW, H)),
+    ),
     "gate_up": (
-      bound(gate_up, tiles.gate_up(I)),
+      bound(gate_up, tiles.gate_up(H, I)),
       (array(M, H), *table, up),
     ),
     "down": (
-      bound(matmul, tiles.matmul(H), transposed=False),
+      bound(matmul, tiles.matmul(I, H), transposed=False),
       (array(M, I), *table, down),
     ),
     "d_rows": (
-      bound(matmul, tiles.matmul(H), transposed=True),
+      bound(matmul, tiles.matmul(2 * I, H), transposed=True),
       (array(M, 2 * I), *table, array(E, H, 2 * I)),
     ),
     "swiglu_gradient": (
-      bound(swiglu_gradient, tiles.swiglu_gradient(I)),
+      bound(swiglu_gradient, tiles.swiglu_gradient(H, I)),
       (array(M, H), float32(M), array(M, 2 * I), *table, down),
     ),
     "weight_gradient": (
@@ -79,9 +84,9 @@ def kernels(dtype):
   }
 
 
-def _forward_backward(x, expert_ids, gates, w_gate_up, w_down, dy):
+def _forward_backward(x, expert_ids, gates, w_gate_up, w_down, dy, clamp=None):
   def layer(x, gates, w_gate_up, w_down):
-    return mosaic.apply(x, expert_ids, gates, w_gate_up, w_down)
+    return mosaic.apply(x, expert_ids, gates, w_gate_up, w_down, clamp=clamp)
 
   y, pullback = jax.vjp(layer, x, gates, w_gate_up, w_down)
   return (y, *pullback(dy))

@@ -13,6 +13,7 @@ import pytest
 # Name, and how many kernels it is made of.
 KERNELS = (
   ("layer", 6),
+  ("layer_few_rows", 6),
   ("weight_gradient_by_columns", 1),
   ("weight_gradient_accumulated", 1),
 )

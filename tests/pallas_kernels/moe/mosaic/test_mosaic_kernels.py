@@ -26,13 +26,13 @@ FEW = {"columns": 64, "stages": 2, "band": 2, "num_sms": 2}
 class Rows:
   """Tables of groups of SIZES rows, one tile of which is not in use."""
 
-  def __init__(self):
+  def __init__(self, tile=128):
     ids = np.repeat(np.arange(E), SIZES)[:, None].astype(np.int32)
     np.random.default_rng(0).shuffle(ids)
-    self.table = layout.build(jnp.asarray(ids), E)
+    self.table = layout.build(jnp.asarray(ids), E, tile)
     self.slots = len(self.table.slot_row)
     self.real = np.asarray(self.table.slot_row) >= 0
-    expert = np.repeat(np.asarray(self.table.tile_expert), layout.TILE)
+    expert = np.repeat(np.asarray(self.table.tile_expert), tile)
     self.expert = expert[self.real]
     self.used = self.table.tile_expert, self.table.num_tiles
     self.groups = self.table.start, self.table.size, self.table.order
@@ -59,45 +59,65 @@ def close(result, expected, bound=4e-3):
   assert cases.relative_error(result, expected) < bound
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_gate_up(dtype):
-  rows, w = Rows(), weights(E, H, 2, I, dtype=dtype)
+@pytest.mark.parametrize(
+  "dtype,tile,clamp",
+  [(jnp.bfloat16, 128, None), (jnp.float16, 128, 0.7), (jnp.bfloat16, 64, 0.7)],
+)
+def test_gate_up(dtype, tile, clamp):
+  I = 256 if tile == 64 else 192  # noqa: E741
+  rows, w = Rows(tile), weights(E, H, 2, I, dtype=dtype)
   x = rows.normal(H, 2, dtype)
-  kernel = functools.partial(gate_up, **FEW)
+  changes = {"columns": 128} if tile == 64 else {}
+  kernel = functools.partial(gate_up, clamp=clamp, **FEW | changes)
   act, pre = interpreter.run(kernel, x, *rows.used, w)
   expected = np.einsum("mh,mhgi->mgi", rows.of(x), wide(w)[rows.expert])
   close(rows.of(pre), expected.reshape(-1, 2 * I))
   gate, up = wide(jnp.asarray(expected, dtype)).swapaxes(0, 1)
+  if clamp:
+    gate, up = np.minimum(gate, clamp), np.clip(up, -clamp, clamp)
   close(rows.of(act), gate / (1 + np.exp(-gate)) * up, 6e-3)
 
 
+@pytest.mark.parametrize("tile", [128, 64])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_matmul(transposed):
-  rows = Rows()
+def test_matmul(transposed, tile):
+  rows, I = Rows(tile), 256  # noqa: E741
   w = weights(E, I, H) if transposed else weights(E, H, I)
   x = rows.normal(H, 3)
-  kernel = functools.partial(matmul, transposed=transposed, **FEW)
+  changes = {"columns": 128} if tile == 64 else {}
+  kernel = functools.partial(matmul, transposed=transposed, **FEW | changes)
   y = interpreter.run(kernel, x, *rows.used, w)
   spec = "mh,mih->mi" if transposed else "mh,mhi->mi"
   close(rows.of(y), np.einsum(spec, rows.of(x), wide(w)[rows.expert]))
 
 
-@pytest.mark.parametrize("columns", [64, 192])
-def test_swiglu_gradient(columns):
-  rows, w = Rows(), weights(E, I, H)
+@pytest.mark.parametrize(
+  "columns,tile,clamp",
+  [(64, 128, None), (192, 128, 0.7), (128, 64, None), (256, 64, 0.7)],
+)
+def test_swiglu_gradient(columns, tile, clamp):
+  I = 256 if tile == 64 else 192  # noqa: E741
+  rows, w = Rows(tile), weights(E, I, H)
   dy, pre = rows.normal(H, 4), rows.normal(2 * I, 5)
   weight = rows.normal(1, 6, jnp.float32)[:, 0]
-  kernel = functools.partial(swiglu_gradient, **FEW | {"columns": columns})
+  kernel = functools.partial(
+    swiglu_gradient, clamp=clamp, **FEW | {"columns": columns}
+  )
   d_pre, act, products = interpreter.run(kernel, dy, weight, pre, *rows.used, w)
   gate, up = np.split(rows.of(pre), 2, axis=1)
+  limit = clamp or np.inf
+  free_gate, free_up = gate <= limit, abs(up) <= limit
+  gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
   sigmoid = 1 / (1 + np.exp(-gate))
   a, share = gate * sigmoid * up, rows.of(weight)[:, None]
   d_act = np.einsum("mh,mih->mi", rows.of(dy), wide(w)[rows.expert])
-  d_gate = d_act * up * sigmoid * (1 + gate * (1 - sigmoid))
-  expected = share * np.concatenate([d_gate, d_act * gate * sigmoid], 1)
+  d_gate = d_act * up * sigmoid * (1 + gate * (1 - sigmoid)) * free_gate
+  d_up = d_act * gate * sigmoid * free_up
+  expected = share * np.concatenate([d_gate, d_up], 1)
   close(rows.of(d_pre), expected)
   close(rows.of(act), share * a)
-  assert products.shape == (I // columns, rows.slots)
+  parts = I // columns * (2 if tile == 64 else 1)
+  assert products.shape == (parts, rows.slots)
   total = wide(products).sum(0)[rows.real]
   close(total, (d_act * a).sum(1), 1e-5)
 

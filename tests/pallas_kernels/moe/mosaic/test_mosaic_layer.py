@@ -13,10 +13,11 @@ from pallas_kernels.moe.mosaic import layout, tiles
 from tests.pallas_kernels.moe import cases
 from tests.pallas_kernels.moe.mosaic import interpreter
 
+TILE = 128
 T, H, I, E, K = 40, 128, 64, 3, 2  # noqa: E741
 
 
-def inputs(routing):
+def inputs(routing, I=I):  # noqa: E741
   rng = np.random.default_rng(0)
 
   def normal(*shape, scale=1.0):
@@ -39,9 +40,11 @@ def inputs(routing):
   return arguments, normal(T, H)
 
 
-def forward_backward(arguments, dy):
+def forward_backward(arguments, dy, **options):
   x, ids, *rest = arguments
-  y, pullback = jax.vjp(lambda x, *rest: mosaic.apply(x, ids, *rest), x, *rest)
+  y, pullback = jax.vjp(
+    lambda x, *rest: mosaic.apply(x, ids, *rest, **options), x, *rest
+  )
   return (y, *pullback(dy))
 
 
@@ -56,6 +59,38 @@ def test_matches_float64(routing, monkeypatch):
   for name, a, b in zip(cases.NAMES, result, expected, strict=True):
     assert a.dtype == (jnp.float32 if name == "d_gates" else jnp.bfloat16)
     assert cases.relative_error(a, b) < 1e-2, name
+
+
+def test_few_rows_an_expert_clamped(monkeypatch):
+  monkeypatch.setattr(tiles, "sm_count", lambda: 2)
+  assert tiles.tile_rows(T * K, E, 128, H) == 64
+  arguments, dy = inputs("out_of_range", I=128)
+  layer = functools.partial(forward_backward, clamp=1.5)
+  result = interpreter.run(layer, arguments, dy)
+  expected = cases.oracle(arguments, dy, clamp=1.5)
+  without = cases.oracle(arguments, dy)
+  for name, a, b, c in zip(cases.NAMES, result, expected, without, strict=True):
+    # Rounding takes a few pre-activations across the limit.
+    assert cases.relative_error(a, b) < 5e-2, name
+    assert cases.relative_error(a, c) > 0.1, name
+
+
+def test_gradients_add_up_in_float32(monkeypatch):
+  monkeypatch.setattr(tiles, "sm_count", lambda: 2)
+  (x, ids, gates, *weights), dy = inputs("random")
+  totals = tuple(jnp.full(w.shape, 3, jnp.float32) for w in weights)
+
+  def backward(weights, totals):
+    def layer(weights, totals):
+      return mosaic.apply(x, ids, gates, *weights, grad_totals=totals)
+
+    return jax.vjp(layer, weights, totals)[1](dy)
+
+  d_weights, sums = interpreter.run(backward, weights, totals)
+  expected = cases.oracle((x, ids, gates, *weights), dy)[3:]
+  for zero, total, gradient in zip(d_weights, sums, expected, strict=True):
+    assert not zero.any() and total.dtype == jnp.float32
+    assert cases.relative_error(total - 3, gradient) < 6e-3
 
 
 def test_what_skipped_tokens_hold_reaches_nobody(monkeypatch):
@@ -77,15 +112,15 @@ def test_layout_aligns_groups():
   ids[ids == 2] = 4
   table = jax.jit(layout.build, static_argnums=1)(jnp.asarray(ids), 5)
   start, size = np.asarray(table.start), np.asarray(table.size)
-  assert (start % layout.TILE == 0).all() and size[2] == 0
+  assert (start % TILE == 0).all() and size[2] == 0
   assert (np.diff(size[np.asarray(table.order)]) <= 0).all()
   for e in range(5):
     rows = np.asarray(table.slot_row)[start[e] : start[e] + size[e]]
     assert (rows == np.flatnonzero(ids == e)).all()
-    tile = start[e] // layout.TILE
-    used = range(tile, tile + -(-size[e] // layout.TILE))
+    tile = start[e] // TILE
+    used = range(tile, tile + -(-size[e] // TILE))
     assert all(table.tile_expert[t] == e for t in used)
-  assert int(table.num_tiles[0]) == sum(-(-size // layout.TILE))
+  assert int(table.num_tiles[0]) == sum(-(-size // TILE))
   assert (np.asarray(table.row_slot) < 0).sum() == (ids < 0).sum()
 
 
@@ -94,9 +129,9 @@ def test_tiles_of_real_shapes_divide_them_and_keep_the_pipeline_deep():
     (4096, 1024), (4096, 256), (2048, 768), (7168, 2048), (4096, 512)
   ]:  # fmt: skip
     for choice, columns in [
-      (tiles.gate_up(inner), inner),
-      (tiles.matmul(width), width),
-      (tiles.swiglu_gradient(inner), inner),
+      (tiles.gate_up(width, inner), inner),
+      (tiles.matmul(inner, width), width),
+      (tiles.swiglu_gradient(width, inner), inner),
       (tiles.weight_gradient(width, 2 * inner), 2 * inner),
     ]:
       assert columns % choice.columns == 0
