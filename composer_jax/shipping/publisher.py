@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from composer_jax.shipping import index as indexes
+from composer_jax.shipping.acquire import acquire
 from composer_jax.shipping.chain import Chain
 from composer_jax.shipping.contents import Chunk, Contents, cut, digest_of
 from composer_jax.shipping.crew import Crew
@@ -32,8 +33,8 @@ from composer_jax.shipping.delta import encode
 from composer_jax.shipping.errors import ChainError, StoreError
 from composer_jax.shipping.index import Index, Place
 from composer_jax.shipping.manifest import Delivery, Shard, sha256
-from composer_jax.shipping.planner import plan, skip_distances
-from composer_jax.shipping.reader import Replica, fetch
+from composer_jax.shipping.planner import skip_distances
+from composer_jax.shipping.reader import Replica
 from composer_jax.shipping.source import Source, from_tree
 from composer_jax.shipping.store import Store
 
@@ -218,9 +219,9 @@ class Publisher:
   def _recover(self, head, chunks):
     """Downloads what an earlier publisher committed, to prove the base."""
     try:
-      steps = plan(self.chain.deliveries, head)
-      with concurrent.futures.ThreadPoolExecutor(self._config.uploads) as pool:
-        held = fetch(self.chain, steps, None, chunks.__contains__, pool=pool)
+      held = acquire(
+        self.chain, head, None, chunks.__contains__, pool=self._uploads
+      )
     except (ChainError, StoreError) as error:
       logging.warning("version %d is no base: %s", head, error)
       return

@@ -14,7 +14,6 @@ import concurrent.futures
 import dataclasses
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from composer_jax.shipping import retention
+from composer_jax.shipping.acquire import acquire
 from composer_jax.shipping.cache import Cache
 from composer_jax.shipping.chain import Chain
 from composer_jax.shipping.contents import (
@@ -35,15 +34,8 @@ from composer_jax.shipping.contents import (
   flatten,
 )
 from composer_jax.shipping.errors import ChainError, StoreError
-from composer_jax.shipping.planner import plan
 from composer_jax.shipping.presence import announce, check_name
-from composer_jax.shipping.reader import (
-  BaseDamagedError,
-  DamagedError,
-  Payloads,
-  Replica,
-  fetch,
-)
+from composer_jax.shipping.reader import Replica
 from composer_jax.shipping.store import Store
 
 
@@ -248,7 +240,16 @@ class Subscriber:
     return [v for v in choices if v > present or v == choices[0]]
 
   def _take(self, version: int) -> Weights:
-    replica = self._get(version)
+    replica = acquire(
+      self.chain,
+      version,
+      self._held,
+      self._wants,
+      pool=self._pool,
+      payloads=self._cache,
+      lease_s=self._lease_s,
+      observe=self._observe,
+    )
     manifest = self.chain.versions[version]
     weights = Weights(
       version, manifest.digest, manifest.metadata, self._build(replica)
@@ -260,47 +261,6 @@ class Subscriber:
     self._save(replica)
     self._announce(version)
     return weights
-
-  def _get(self, version: int) -> Replica:
-    """Plans around damage until a way holds, or none is left."""
-    broken: set[tuple[int, int | None]] = set()
-    held = self._held
-    damage: ChainError | None = None
-    while True:
-      have = held.version if held else None
-      if have == version:
-        return held
-      try:
-        steps = plan(self.chain.deliveries, version, have, broken)
-      except ChainError as error:
-        if damage is None:
-          raise
-        raise ChainError(f"{error}; {damage}") from damage
-      lease = retention.lease(self.chain, steps, seconds=self._lease_s)
-      if lease is None:
-        continue
-      keeper = _Keeper(self.chain.store, lease, self._lease_s)
-      try:
-        return fetch(
-          self.chain,
-          steps,
-          held,
-          self._wants,
-          pool=self._pool,
-          payloads=self._cache or Payloads(),
-          keep_alive=keeper.renew,
-          every_s=self._lease_s / 4,
-          observe=self._observe,
-        )
-      except DamagedError as error:
-        logging.warning("%s; trying another way", error)
-        broken.add(error.place)
-        damage = error
-      except BaseDamagedError as error:
-        logging.warning("%s; starting over", error)
-        held = self._held = None
-      finally:
-        keeper.release()
 
   def _wants(self, chunk: Chunk) -> bool:
     if self._needed is None:
@@ -352,29 +312,6 @@ class Subscriber:
       self._presence = announce(store, self.name, version, self._presence)
     except StoreError as error:
       logging.warning("version %d was not announced: %s", version, error)
-
-
-class _Keeper:
-  """Renews a lease while it is needed."""
-
-  def __init__(self, store, lease, seconds):
-    self._store = store
-    self._lease = lease
-    self._seconds = seconds
-    self._due = time.time() + seconds / 4
-
-  def renew(self):
-    if time.time() >= self._due:
-      self._lease = retention.renew(
-        self._store, self._lease, seconds=self._seconds
-      )
-      self._due = time.time() + self._seconds / 4
-
-  def release(self):
-    try:
-      retention.release(self._store, self._lease)
-    except StoreError as error:
-      logging.warning("a lease stays until it expires: %s", error)
 
 
 def _needed_boxes(like: PyTree) -> Mapping[str, Collection[Box]]:
