@@ -1,18 +1,36 @@
 """Where versions lie: a local folder, or any object store that obstore speaks.
 
-Four operations, of which one writes: `put_if_absent` never replaces anything,
-which is the only conditional write that every store has, and enough for a log
-that two writers can't both extend. It succeeds too if the object already holds
-the very same bytes, so that a writer whose answer got lost may ask again.
+Objects never change, so five operations are enough. Two of them write:
 
-How each is atomic. Folder: the bytes are written and synced beside their
-place, then linked there; a link fails if the name exists, and the name appears
+- `put_if_absent` never replaces anything, which is the only conditional write
+  that every store has, and enough for a log that two writers can't both extend.
+  It succeeds too if the object already holds the very same bytes, so that a
+  writer whose answer got lost may ask again. One request: for small objects.
+- `put` is for data, under a key that nobody else writes (it holds a random
+  number), and so needs no condition: stores can't attach one to an upload in
+  parts, or not through obstore.
+
+How each is atomic. Folder: the bytes are written and synced in `.unfinished/`,
+then linked to their name; a link fails if the name exists, and the name appears
 whole or not at all. S3 and Azure: a PUT with `If-None-Match: *`; Google: one
-that expects generation 0. An object is written in one request, so it must be
-smaller than the store's limit (5 GB on S3).
+that expects generation 0. Parts show as one object once the upload is
+completed (S3, Google: CompleteMultipartUpload; Azure: Put Block List).
+
+What a cut upload leaves is never visible. A folder's leftovers are removed by
+the next writer, a day later. An upload in parts that fails is aborted; one
+whose process dies stays hidden, and costs storage, until the bucket's lifecycle
+rule `AbortIncompleteMultipartUpload` (S3, Google) removes it: set one. Azure
+drops blocks that nobody committed after a week.
+
+Failures. Each request to an object store, so each part too, is tried again a
+few times on its own, and a download continues where it broke; after that,
+`RetryingStore` repeats the operation. So finished parts are kept while a part
+is retried; an upload that failed for good, or whose process died, starts anew,
+since obstore can't take up one that another process began.
 """
 
 import contextlib
+import datetime
 import os
 import random
 import re
@@ -31,7 +49,13 @@ from composer_jax.shipping.errors import (
 _KEY = re.compile(
   r"[A-Za-z0-9_][A-Za-z0-9._=-]*(/[A-Za-z0-9_][A-Za-z0-9._=-]*)*"
 )
-_UNFINISHED = ".unfinished-"
+_UNFINISHED = ".unfinished"  # No key begins with a dot.
+_LEFTOVER_S = 24 * 3600.0
+
+# A part; S3 takes 10,000 of at least 5 MiB. Up to PARTS_AT_ONCE of them are
+# under way, and in memory once more than they are.
+PART_BYTES = 16 * 2**20
+PARTS_AT_ONCE = 8
 
 
 @runtime_checkable
@@ -62,6 +86,17 @@ class Store(Protocol):
       StoreError: if the store failed; the object may then exist or not.
     """
 
+  def put(self, key: str, data: bytes) -> None:
+    """Writes an object of any size, whole and durable when this returns.
+
+    Args:
+      key: that nobody else writes, nor this writer with other bytes.
+      data: what it holds.
+
+    Raises:
+      StoreError: if the store failed; the object may then exist, whole, or not.
+    """
+
   def list(self, prefix: str) -> Iterator[str]:
     """Keys below a folder, in order. `prefix` is whole segments.
 
@@ -82,6 +117,7 @@ class FolderStore:
 
   def __init__(self, root: str | Path):
     self._root = Path(root)
+    self._swept = False
 
   def get(self, key: str, start: int = 0, size: int | None = None) -> bytes:
     """See `Store.get`."""
@@ -98,8 +134,9 @@ class FolderStore:
   def put_if_absent(self, key: str, data: bytes) -> bool:
     """See `Store.put_if_absent`."""
     place = self._root / _checked(key)
-    unfinished = place.with_name(_UNFINISHED + uuid.uuid4().hex)
+    unfinished = self._root / _UNFINISHED / uuid.uuid4().hex
     with _folder_errors(key):
+      self._sweep()
       place.parent.mkdir(parents=True, exist_ok=True)
       try:
         with unfinished.open("xb") as file:
@@ -115,13 +152,18 @@ class FolderStore:
       finally:
         unfinished.unlink(missing_ok=True)
 
+  def put(self, key: str, data: bytes) -> None:
+    """See `Store.put`; one write, which begins anew if it was cut."""
+    if not self.put_if_absent(key, data):
+      raise StoreError(f"{key} is taken, by other bytes")
+
   def list(self, prefix: str) -> Iterator[str]:
-    """See `Store.list`; what a killed writer left behind is not listed."""
+    """See `Store.list`."""
     with _folder_errors(prefix):
       found = [
         path.relative_to(self._root).as_posix()
         for path in (self._root / _checked(prefix)).rglob("*")
-        if not path.name.startswith(_UNFINISHED) and path.is_file()
+        if path.is_file()
       ]
     yield from sorted(found)
 
@@ -129,6 +171,18 @@ class FolderStore:
     """See `Store.delete`."""
     with _folder_errors(key):
       (self._root / _checked(key)).unlink(missing_ok=True)
+
+  def _sweep(self):
+    """Removes what killed writers left, once."""
+    if self._swept:
+      return
+    folder = self._root / _UNFINISHED
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.iterdir():
+      with contextlib.suppress(FileNotFoundError):  # another one swept, or done
+        if leftover.stat().st_mtime < time.time() - _LEFTOVER_S:
+          leftover.unlink()
+    self._swept = True
 
 
 class ObjectStore:
@@ -173,6 +227,25 @@ class ObjectStore:
       except AlreadyExistsError:
         return self.get(key) == data
     return True
+
+  def put(self, key: str, data: bytes) -> None:
+    """See `Store.put`; in parts where it is large."""
+    try:
+      with _obstore_errors(key):
+        self._store.put(
+          _checked(key),
+          data,
+          use_multipart=len(data) > PART_BYTES,
+          chunk_size=max(PART_BYTES, -(-len(data) // 10_000)),
+          max_concurrency=PARTS_AT_ONCE,
+        )
+    except StoreError as error:
+      # Perhaps only the answer was lost: S3 then knows no such upload when it
+      # is asked again to complete it.
+      with contextlib.suppress(StoreError), _obstore_errors(key):
+        if self._store.head(key)["size"] == len(data):
+          return
+      raise StoreError(str(error)) from error
 
   def list(self, prefix: str) -> Iterator[str]:
     """See `Store.list`."""
@@ -228,6 +301,10 @@ class RetryingStore:
     """See `Store.put_if_absent`."""
     return self._try(lambda: self._store.put_if_absent(key, data))
 
+  def put(self, key: str, data: bytes) -> None:
+    """See `Store.put`."""
+    self._try(lambda: self._store.put(key, data))
+
   def list(self, prefix: str) -> Iterator[str]:
     """See `Store.list`."""
     yield from self._try(lambda: list(self._store.list(prefix)))
@@ -247,12 +324,15 @@ class RetryingStore:
     return operation()
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, timeout_s: float = 60.0) -> Store:
   """A store by its address, with retries.
 
   Args:
     url: a path, or `s3://bucket/prefix`, `gs://...`, `az://...`; credentials
       come from the environment, as obstore documents.
+    timeout_s: an object store that sends nothing for so long, seconds, counts
+      as failed; so does one that takes longer to receive a request, which is a
+      part at most. Connecting may take 5 s. Downloads may last.
 
   Raises:
     StoreError: if obstore is needed and missing, or refuses the address.
@@ -266,8 +346,23 @@ def open_store(url: str) -> Store:
       f"{url} needs obstore: pip install 'composer-jax[ship]'"
     ) from None
   with _obstore_errors(url):
-    # Retries are counted in one place.
-    store = obstore.store.from_url(url, retry_config={"max_retries": 0})
+    store = obstore.store.from_url(
+      url,
+      client_options={
+        # Options replace what the environment says of the client.
+        "allow_http": any(
+          os.environ.get(f"{cloud}_ALLOW_HTTP", "").lower() == "true"
+          for cloud in ("AWS", "AZURE", "GOOGLE")
+        ),
+        "connect_timeout": "5s",
+        "read_timeout": datetime.timedelta(seconds=timeout_s),
+        "timeout": "1d",  # else 30 s for a whole download
+      },
+      retry_config={
+        "max_retries": 3,
+        "retry_timeout": datetime.timedelta(seconds=2 * timeout_s),
+      },
+    )
   return RetryingStore(ObjectStore(store))
 
 

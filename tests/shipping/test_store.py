@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,12 +23,13 @@ from composer_jax.shipping.store import (
 )
 
 
-@pytest.fixture(params=["folder", "obstore memory", "obstore folder"])
+@pytest.fixture(params=["folder", "obstore memory", "obstore folder", "S3"])
 def store(request, tmp_path):
   return {
     "folder": lambda: FolderStore(tmp_path),
     "obstore memory": lambda: ObjectStore(MemoryStore()),
     "obstore folder": lambda: ObjectStore(LocalStore(tmp_path)),
+    "S3": lambda: open_store(request.getfixturevalue("s3_url")),
   }[request.param]()
 
 
@@ -104,11 +106,36 @@ def test_a_race_has_one_winner(store):
     assert store.get(f"race/{turn}") == b"%d" % won.index(True)
 
 
+def test_large_objects_go_in_parts(store, monkeypatch):
+  monkeypatch.setattr("composer_jax.shipping.store.PART_BYTES", 5 * 2**20)
+  data = random.Random(0).randbytes(12 * 2**20 + 7)
+  store.put("data/large", data)
+  store.put("data/large", data)  # an answer that got lost
+  store.put("data/small", b"small")
+  assert store.get("data/large") == data
+  assert store.get("data/large", 5 * 2**20 - 1, 2) == data[5 * 2**20 - 1 :][:2]
+  assert store.get("data/small") == b"small"
+  assert list(store.list("data")) == ["data/large", "data/small"]
+
+
+def test_listings_are_whole_and_in_order(store):
+  """More keys than a page of S3's listing holds; it ends folders late."""
+  keys = [f"many/{i:05d}" for i in range(1005)] + [
+    "many/1/x",
+    "many/1=",
+    "mann",
+  ]
+  with ThreadPoolExecutor(4) as pool:
+    list(pool.map(lambda key: store.put(key, b""), keys))
+  assert list(store.list("many")) == sorted(keys[:-1])
+
+
 @pytest.mark.parametrize("key", ["", "/a", "a/", "../a", "a/../b", ".a", "a b"])
 def test_keys_stay_inside(store, key):
   for operation in (
     lambda: store.get(key),
     lambda: store.put_if_absent(key, b""),
+    lambda: store.put(key, b""),
     lambda: list(store.list(key)),
     lambda: store.delete(key),
   ):
@@ -126,10 +153,23 @@ def test_a_killed_writer_leaves_nothing_to_see(tmp_path):
   )
   assert subprocess.run([sys.executable, "-c", program]).returncode == -9
   store = FolderStore(tmp_path)
-  assert len(list((tmp_path / "a").iterdir())) == 1
+  (leftover,) = (tmp_path / ".unfinished").iterdir()
   assert list(store.list("a")) == []
   assert store.put_if_absent("a/key", b"whole")
   assert list(store.list("a")) == ["a/key"]
+  assert leftover.exists()  # its writer might live
+  two_days_ago = time.time() - 2 * 24 * 3600
+  os.utime(leftover, (two_days_ago, two_days_ago))
+  assert FolderStore(tmp_path).put_if_absent("a/other", b"")
+  assert list((tmp_path / ".unfinished").iterdir()) == []
+
+
+def test_a_folder_notices_two_writers_of_one_key(tmp_path):
+  store = FolderStore(tmp_path)
+  store.put("key", b"mine")
+  with pytest.raises(StoreError, match="taken"):
+    store.put("key", b"other")
+  assert store.get("key") == b"mine"
 
 
 class Flaky:
@@ -144,6 +184,9 @@ class Flaky:
 
   def put_if_absent(self, key, data):
     return self._maybe(lambda: self._store.put_if_absent(key, data))
+
+  def put(self, key, data):
+    return self._maybe(lambda: self._store.put(key, data))
 
   def list(self, prefix):
     return iter(self._maybe(lambda: list(self._store.list(prefix))))
