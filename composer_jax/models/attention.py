@@ -1,45 +1,52 @@
 """Attention inside packed sequences: grouped-query and latent.
 
-Both kinds make queries, keys and values, and call `attend`, which knows
-documents (segment ids) and causality. A serving cache will hold what
-`Gqa.keys_values` and `Mla.latents` return.
+Both kinds make queries, keys and values, and call `attend`. Called, they work
+inside the documents of packed sequences; `cached` continues rows whose past
+lies in a paged cache, which holds what `Gqa.keys_values` and `Mla.latents`
+return.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from composer_jax import sharding
-from composer_jax.models import parameter
+from composer_jax.models import paged, parameter
 from composer_jax.models.config import GqaConfig, MlaConfig, ModelConfig
 from composer_jax.models.layers import RmsNorm, einsum, rotate
 
 
+def document_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
+  """Causal inside each document: equal ids, contiguous."""
+  same_document = segment_ids[:, :, None] == segment_ids[:, None, :]
+  causal = jnp.tri(segment_ids.shape[1], dtype=bool)[None]
+  return same_document & causal
+
+
 def attend(
   q: Float[Array, "B S N D"],
-  k: Float[Array, "B S G D"],
-  v: Float[Array, "B S G V"],
-  segment_ids: Int[Array, "B S"],
+  k: Float[Array, "B T G D"],
+  v: Float[Array, "B T G V"],
+  mask: Bool[Array, "B S T"],
   kernel: str,
+  scale: float | None = None,
 ) -> Float[Array, "B S N V"]:
-  """Causal attention inside each document, softmax in float32.
+  """Masked attention, softmax in float32.
 
   Args:
     q: queries; N is a multiple of G, and head n reads key head n // (N/G).
     k: keys.
     v: values.
-    segment_ids: equal for tokens of one document, and contiguous.
+    mask: which keys each query sees.
     kernel: "xla" or "cudnn"; see `ModelConfig.attention_kernel`.
+    scale: of the scores, D**-0.5 by default.
 
   Raises:
     ValueError: if cuDNN is asked for and can't take these shapes.
   """
-  seq_len, heads, head_dim = q.shape[1:]
+  heads, head_dim = q.shape[2:]
   groups = k.shape[2]
-  same_document = segment_ids[:, :, None] == segment_ids[:, None, :]
-  causal = jnp.tri(seq_len, dtype=bool)[None]
-  mask = same_document & causal
   if kernel == "cudnn":
     if v.shape[-1] != head_dim or q.dtype == jnp.float32:
       raise ValueError(
@@ -47,7 +54,7 @@ def attend(
         f" got {q.dtype} and widths {head_dim} and {v.shape[-1]}: use 'xla'."
       )
     return jax.nn.dot_product_attention(
-      q, k, v, mask=mask[:, None], implementation="cudnn"
+      q, k, v, mask=mask[:, None], scale=scale, implementation="cudnn"
     )
   # Two choices double the speed on CPUs and cost nothing elsewhere: heads
   # before positions, and a mask that is added, which XLA computes once, where
@@ -58,7 +65,7 @@ def attend(
   scores = jnp.einsum(
     "bgnsd,bgtd->bgnst", q, k, preferred_element_type=jnp.float32
   )
-  scores *= head_dim**-0.5
+  scores *= head_dim**-0.5 if scale is None else scale
   scores += jnp.where(mask, 0.0, -1e30)[:, None, None]
   highest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
   weights = jnp.exp(scores - highest)
@@ -118,14 +125,33 @@ class Gqa(nnx.Module):
     segment_ids: Int[Array, "B S"],
   ) -> Float[Array, "B S H"]:
     """Attends inside each document."""
+    q = self._queries(x, positions)
+    k, v = self.keys_values(x, positions)
+    mask = document_mask(segment_ids)
+    out = attend(q, k, v, mask, self.config.attention_kernel)
+    out = sharding.constrain(out, "batch", "sequence", "heads", None)
+    return einsum("bsnd,ndh->bsh", out, self.w_o)
+
+  def cached(
+    self,
+    x: Float[Array, "B S H"],
+    rows: paged.Rows,
+    pool: paged.Pool,
+    layer: Int[Array, ""],
+  ) -> tuple[Float[Array, "B S H"], paged.Pool]:
+    """Attends to what the cache holds, after adding these tokens to it."""
+    entries = self.keys_values(x, rows.positions)
+    pool = paged.write(pool, layer, rows, entries)
+    k, v = paged.read(pool, layer, rows)
+    mask = paged.causal_mask(rows, k.shape[1])
+    out = attend(self._queries(x, rows.positions), k, v, mask, "xla")
+    return einsum("bsnd,ndh->bsh", out, self.w_o), pool
+
+  def _queries(self, x, positions):
     q = einsum("bsh,hnd->bsnd", x, self.w_q)
     if self.config.attention.qk_norm:
       q = self.q_norm(q)
-    q = rotate(q, positions, self.config.rope_theta)
-    k, v = self.keys_values(x, positions)
-    out = attend(q, k, v, segment_ids, self.config.attention_kernel)
-    out = sharding.constrain(out, "batch", "sequence", "heads", None)
-    return einsum("bsnd,ndh->bsh", out, self.w_o)
+    return rotate(q, positions, self.config.rope_theta)
 
 
 class Mla(nnx.Module):
@@ -191,10 +217,7 @@ class Mla(nnx.Module):
   ) -> Float[Array, "B S H"]:
     """Attends inside each document."""
     mla = self.config.attention
-    q = self.q_norm(einsum("bsh,hc->bsc", x, self.w_q_a)) if mla.q_latent else x
-    q = einsum("bsc,cnd->bsnd", q, self.w_q_b)
-    q_nope, q_rope = jnp.split(q, [mla.nope_dim], axis=-1)
-    q_rope = rotate(q_rope, positions, self.config.rope_theta)
+    q_nope, q_rope = self._queries(x, positions)
     latent, k_rope = self.latents(x, positions)
     k_nope = einsum("bsc,cnd->bsnd", latent, self.w_k_b)
     k_rope = jnp.broadcast_to(k_rope, (*k_nope.shape[:3], mla.rope_dim))
@@ -203,11 +226,49 @@ class Mla(nnx.Module):
       jnp.concatenate([q_nope, q_rope], axis=-1),
       jnp.concatenate([k_nope, k_rope], axis=-1),
       v,
-      segment_ids,
+      document_mask(segment_ids),
       self.config.attention_kernel,
     )
     out = sharding.constrain(out, "batch", "sequence", "heads", None)
     return einsum("bsnd,ndh->bsh", out, self.w_o)
+
+  def cached(
+    self,
+    x: Float[Array, "B S H"],
+    rows: paged.Rows,
+    pool: paged.Pool,
+    layer: Int[Array, ""],
+  ) -> tuple[Float[Array, "B S H"], paged.Pool]:
+    """Attends to what the cache holds, after adding these tokens to it.
+
+    With `w_k_b` moved to the queries and `w_v_b` to the output, all heads read
+    one key and one value of the latent's width: the cache is never expanded
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). The same product in another
+    order: in 16 bits the last bits differ from the trainer's.
+    """
+    mla = self.config.attention
+    latent, k_rope = self.latents(x, rows.positions)
+    pool = paged.write(pool, layer, rows, (latent, k_rope[:, :, 0]))
+    latent, k_rope = paged.read(pool, layer, rows)
+    q_nope, q_rope = self._queries(x, rows.positions)
+    q_latent = einsum("bsnd,cnd->bsnc", q_nope, self.w_k_b)
+    out = attend(
+      jnp.concatenate([q_latent, q_rope], axis=-1),
+      jnp.concatenate([latent, k_rope], axis=-1)[:, :, None],
+      latent[:, :, None],
+      paged.causal_mask(rows, latent.shape[1]),
+      "xla",
+      scale=(mla.nope_dim + mla.rope_dim) ** -0.5,
+    )
+    out = einsum("bsnc,cnd->bsnd", out, self.w_v_b)
+    return einsum("bsnd,ndh->bsh", out, self.w_o), pool
+
+  def _queries(self, x, positions):
+    mla = self.config.attention
+    q = self.q_norm(einsum("bsh,hc->bsc", x, self.w_q_a)) if mla.q_latent else x
+    q = einsum("bsc,cnd->bsnd", q, self.w_q_b)
+    q_nope, q_rope = jnp.split(q, [mla.nope_dim], axis=-1)
+    return q_nope, rotate(q_rope, positions, self.config.rope_theta)
 
 
 def make_attention(rngs: nnx.Rngs, config: ModelConfig) -> Gqa | Mla:

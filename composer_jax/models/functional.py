@@ -13,9 +13,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from composer_jax import sharding
+from composer_jax.models import paged
 from composer_jax.models.config import ModelConfig
 from composer_jax.models.parameter import ParamSpec
-from composer_jax.models.transformer import Output, Transformer
+from composer_jax.models.transformer import (
+  CachedOutput,
+  Output,
+  Transformer,
+)
 
 # Nested dicts with the module tree's names; leaves are arrays, shapes, specs.
 Tree = dict[str, Any]
@@ -60,6 +65,19 @@ class LanguageModel:
     """The forward pass; see `Transformer.__call__`."""
     model = nnx.merge(self._structure, params, balance)
     return model(tokens, positions, segment_ids)
+
+  def apply_cached(
+    self,
+    params: Tree,
+    balance: Tree,
+    tokens: Int[Array, "B S"],
+    rows: paged.Rows,
+    pool: paged.Pool,
+    last: Int[Array, " B"],
+  ) -> CachedOutput:
+    """The forward pass over a cache; see `Transformer.cached`."""
+    model = nnx.merge(self._structure, params, balance)
+    return model.cached(tokens, rows, pool, last)
 
   def compute_copy(self, params: Tree) -> Tree:
     """The parameters in the activations' dtype; routers and norms stay float32.

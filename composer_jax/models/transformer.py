@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from composer_jax import sharding
-from composer_jax.models import parameter
+from composer_jax.models import paged, parameter
 from composer_jax.models.attention import make_attention
 from composer_jax.models.config import ModelConfig
 from composer_jax.models.layers import RmsNorm, SwiGlu, einsum, lookup
@@ -34,6 +34,20 @@ class Output(NamedTuple):
   routing: Routing | None
 
 
+class CachedOutput(NamedTuple):
+  """What a pass over cached rows gives.
+
+  Attributes:
+    logits: float32, of one token a row.
+    expert_ids: each token's experts, -1 for padding; None if no layer is MoE.
+    pool: the cache, with these tokens in it.
+  """
+
+  logits: Float[Array, "B V"]
+  expert_ids: Int[Array, "L B S K"] | None
+  pool: paged.Pool
+
+
 class Layer(nnx.Module):
   """Attention, then an MLP or experts, each on a normed residual stream."""
 
@@ -55,6 +69,21 @@ class Layer(nnx.Module):
   ) -> tuple[Float[Array, "B S H"], Routing | None]:
     """The new residual stream, and what the router did."""
     x = x + self.attention(self.attention_norm(x), positions, segment_ids)
+    return self._feed_forward(x, segment_ids)
+
+  def cached(
+    self,
+    x: Float[Array, "B S H"],
+    rows: paged.Rows,
+    pool: paged.Pool,
+    layer: Int[Array, ""],
+  ) -> tuple[Float[Array, "B S H"], paged.Pool, Routing | None]:
+    """The same over rows in a cache, as layer number `layer` of the pool."""
+    out, pool = self.attention.cached(self.attention_norm(x), rows, pool, layer)
+    x, routing = self._feed_forward(x + out, rows.valid.astype(jnp.int32))
+    return x, pool, routing
+
+  def _feed_forward(self, x, segment_ids):
     x = sharding.constrain(x, "batch", "sequence", None)
     if self.is_moe:
       out, routing = self.moe(self.mlp_norm(x), segment_ids > 0)
@@ -103,6 +132,32 @@ class Stack(nnx.Module):
     body = jax.checkpoint(body, policy=self.policy, prevent_cse=False)
     return jax.lax.scan(body, x, state)
 
+  def cached(
+    self,
+    x: Float[Array, "B S H"],
+    rows: paged.Rows,
+    pool: paged.Pool,
+    first: int,
+  ) -> tuple[Float[Array, "B S H"], paged.Pool, Int[Array, "L B S K"] | None]:
+    """The same over rows in a cache; `first` is its first layer's number.
+
+    The pool is carried whole, and written in place: as an input and output of
+    each step of the scan it would be copied.
+    """
+    structure, state = nnx.split(self.layers)
+    depth = len(jax.tree.leaves(state)[0])
+
+    def body(carry, inputs):
+      x, pool = carry
+      layer_state, layer = inputs
+      module = nnx.merge(structure, layer_state)
+      x, pool, routing = module.cached(x, rows, pool, layer)
+      return (x, pool), None if routing is None else routing.expert_ids
+
+    numbers = jnp.arange(first, first + depth)
+    (x, pool), expert_ids = jax.lax.scan(body, (x, pool), (state, numbers))
+    return x, pool, expert_ids
+
 
 class Transformer(nnx.Module):
   """A decoder-only language model; see `ModelConfig`."""
@@ -150,6 +205,32 @@ class Transformer(nnx.Module):
     if self.config.num_moe_layers:
       x, routing = self.moe(x, positions, segment_ids)
     return Output(self.unembed(self.norm(x)), routing)
+
+  def cached(
+    self,
+    tokens: Int[Array, "B S"],
+    rows: paged.Rows,
+    pool: paged.Pool,
+    last: Int[Array, " B"],
+  ) -> CachedOutput:
+    """Continues rows whose past is in a cache, and adds these tokens to it.
+
+    Args:
+      tokens: ids.
+      rows: where they and their pasts lie.
+      pool: the cache.
+      last: of each row, which token's logits to give.
+    """
+    x = lookup(self.embedding[...], tokens).astype(self.config.dtype)
+    expert_ids = None
+    if self.config.num_dense_layers:
+      x, pool, _ = self.dense.cached(x, rows, pool, 0)
+    if self.config.num_moe_layers:
+      x, pool, expert_ids = self.moe.cached(
+        x, rows, pool, self.config.num_dense_layers
+      )
+    x = jnp.take_along_axis(x, last[:, None, None], axis=1)
+    return CachedOutput(self.unembed(self.norm(x))[:, 0], expert_ids, pool)
 
   def unembed(self, x: Float[Array, "B S H"]) -> Float[Array, "B S V"]:
     """Logits of normed activations."""

@@ -14,7 +14,7 @@
 take effect at the next step. Its methods:
 
 * `add(request) -> request_id`; raises `RequestError` (can never be served) or
-  `Overloaded` (queue full).
+  `OverloadedError` (queue full).
 * `cancel(request_id)`: the request ends with a `Completion` of what it has and
   `finish_reason="cancelled"`. An unknown or finished id is ignored.
 * `step() -> list[Event]`; `busy`: whether anything waits or runs.
@@ -30,43 +30,50 @@ take effect at the next step. Its methods:
   cancelling the task, cancels the request.
 * `await front.complete(request) -> Completion`
 * `await front.set_weights(weights, version, mode=..., cache=...)`
-* `front.close()`: every open request raises `EngineStopped`.
+* `front.close()`: every open request raises `StoppedError`.
 
 What a completion holds, token by token, and how routes line up with tokens, is
 in `Completion`; the cache and what is shared, in `cache`; what is compiled, in
 `step`; when a request runs and what a swap does, in `engine`.
 """
 
+from composer_jax.serving.engine import Engine
+from composer_jax.serving.front import AsyncEngine
 from composer_jax.serving.types import (
   Completion,
   EngineConfig,
   EngineError,
-  EngineStopped,
   Event,
   FinishReason,
-  Overloaded,
+  OverloadedError,
   Request,
   RequestError,
   SamplingParams,
   Stats,
+  StoppedError,
   SwapReport,
   Token,
   WeightError,
 )
+from composer_jax.serving.weights import Weights, serving_weights
 
 __all__ = [
+  "AsyncEngine",
   "Completion",
+  "Engine",
   "EngineConfig",
   "EngineError",
-  "EngineStopped",
   "Event",
   "FinishReason",
-  "Overloaded",
+  "OverloadedError",
   "Request",
   "RequestError",
   "SamplingParams",
   "Stats",
+  "StoppedError",
   "SwapReport",
   "Token",
   "WeightError",
+  "Weights",
+  "serving_weights",
 ]

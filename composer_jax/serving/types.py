@@ -18,7 +18,7 @@ class RequestError(EngineError, ValueError):
   """The request can never be served as it is: its sender must change it."""
 
 
-class Overloaded(EngineError):
+class OverloadedError(EngineError):
   """The waiting queue is full: the same request may succeed later."""
 
 
@@ -26,7 +26,7 @@ class WeightError(EngineError, ValueError):
   """New weights don't fit; the old version goes on serving."""
 
 
-class EngineStopped(EngineError):
+class StoppedError(EngineError):
   """The engine was closed, or its step failed; nothing more will come."""
 
 
@@ -64,7 +64,11 @@ class SamplingParams:
   def __post_init__(self):
     for name, valid, rule in (
       ("max_tokens", self.max_tokens >= 1, "at least 1"),
-      ("temperature", 0 <= self.temperature < np.inf, "0 or more, and finite"),
+      (
+        "temperature",
+        self.temperature == 0 or 1e-3 <= self.temperature < np.inf,
+        "0, or finite and at least 0.001",
+      ),
       ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
       ("top_k", 0 <= self.top_k < 2**31, "0 (all) or more"),
       ("seed", self.seed is None or 0 <= self.seed < 2**32, "in [0, 2**32)"),
@@ -141,16 +145,18 @@ class Completion:
     versions: of the weights that each token was sampled with.
     stale_cache: True for a token whose pass read keys or values that other
       weights had computed.
-    routes: experts of the pass that each token was sampled from, in the smallest
-      unsigned dtype that holds them; `[C, 0, 0]` if no layer is MoE. Recorded
-      once, when the token is sampled: recomputing a preempted request's cache
-      doesn't touch them.
+    routes: experts of the pass that each token was sampled from, in the
+      smallest unsigned dtype that holds them; `[C, 0, 0]` if no layer is MoE.
+      Recorded once, when the token is sampled: recomputing a preempted
+      request's cache doesn't touch them.
     prompt_routes: experts of the passes over prompt positions 0 to P - 2; None
       unless asked for, or where the request ended before its first token.
     finish_reason: "stop" (a stop sequence), "length" (`max_tokens`),
       "cancelled", or "error".
     sampling: as asked for, with the seed that was used.
     cached_tokens: prompt tokens whose keys and values came from the cache.
+    top: of each token, the likeliest ones and their `model_logprob`, best
+      first; empty unless asked for.
     error: what went wrong, where the reason is "error".
     wait_s: from `add` to the first admission; NaN if it never was admitted.
     first_token_s: from `add` to the first token; NaN without one.
@@ -169,6 +175,7 @@ class Completion:
   finish_reason: FinishReason
   sampling: SamplingParams
   cached_tokens: int
+  top: tuple[tuple[tuple[int, float], ...], ...] = ()
   error: str = ""
   wait_s: float = float("nan")
   first_token_s: float = float("nan")
@@ -194,7 +201,8 @@ class EngineConfig:
       `max_len` and its quarters down to 128. A step runs at the shortest that
       its longest row fits in, and another context may change a row's last bits:
       with `(max_len,)` a row's bits don't depend on its neighbours' lengths.
-    max_waiting: requests in the queue, beyond which `add` raises `Overloaded`.
+    max_waiting: requests in the queue, beyond which `add` raises
+      `OverloadedError`.
     prefix_sharing: whether requests share pages of equal prefixes.
     share_across_versions: whether a request may start from pages that other
       weights computed. Its tokens then have `stale_cache` set.
@@ -225,12 +233,12 @@ class EngineConfig:
       f" {self.page_size}, but one request of max_len={self.max_len} needs"
       f" {self.row_pages}: enlarge it, or lower max_len.",
     )
-    contexts = self.contexts
+    contexts = (0, *self.contexts, self.max_len)
     _require(
-      not contexts
-      or (sorted(set(contexts)) == list(contexts) and contexts[0] > 0)
-      and contexts[-1] == self.max_len,
-      f"contexts={contexts} must rise and end with max_len={self.max_len}.",
+      sorted({*contexts[:-1]}) == [*contexts[:-1]]
+      and (not self.contexts or contexts[-2] == self.max_len),
+      f"contexts={self.contexts} must rise from above 0 and end with"
+      f" max_len={self.max_len}.",
     )
 
   @property
@@ -319,6 +327,31 @@ class Stats:
   decode_steps: int
   swaps: int
   last_pause_s: float
+
+
+def check_request(
+  request: Request, config: EngineConfig, vocab_size: int
+) -> None:
+  """Raises RequestError if an engine can never serve a request."""
+  sampling = request.sampling
+  length, most = len(request.prompt), sampling.max_tokens
+  if not length:
+    raise RequestError("The prompt is empty: it needs at least one token.")
+  if length + most > config.max_len:
+    raise RequestError(
+      f"A prompt of {length} tokens and max_tokens={most} don't fit in"
+      f" max_len={config.max_len}: shorten one of them."
+    )
+  for token in (*request.prompt, *(t for stop in sampling.stop for t in stop)):
+    if not 0 <= token < vocab_size:
+      raise RequestError(
+        f"Token id {token} isn't in the vocabulary of {vocab_size}."
+      )
+  if sampling.top_logprobs > config.max_top_logprobs:
+    raise RequestError(
+      f"top_logprobs={sampling.top_logprobs} is more than this engine's"
+      f" max_top_logprobs={config.max_top_logprobs}."
+    )
 
 
 def _require(condition: bool, message: str) -> None:

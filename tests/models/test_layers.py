@@ -59,4 +59,4 @@ def test_lookup_gradient_for_gpus_has_no_scatter():
 def test_cudnn_attention_refuses_what_it_cannot_do():
   q = jnp.zeros((1, 4, 2, 8))
   with pytest.raises(ValueError, match="use 'xla'"):
-    attend(q, q, q, jnp.ones((1, 4), jnp.int32), "cudnn")
+    attend(q, q, q, jnp.ones((1, 4, 4), bool), "cudnn")
