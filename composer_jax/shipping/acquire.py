@@ -45,7 +45,8 @@ def acquire(
     payloads: what was downloaded before.
     lease_s: how long a download may stall and still be safe from retention,
       seconds; renewed while it lasts.
-    observe: as of `fetch`.
+    observe: as of `fetch`; told "planned" and the bytes that whoever needs all
+      chunks will download, too, before each way that is tried.
 
   Returns:
     The version, whole and checked; `held` if that is it.
@@ -66,6 +67,8 @@ def acquire(
       if damage is None:
         raise
       raise ChainError(f"{error}; {damage}") from damage
+    shards = (shard for step in steps for shard in step.delivery.shards)
+    observe("planned", sum(shard.size for shard in shards))
     lease = retention.lease(chain, steps, seconds=lease_s)
     if lease is None:  # Something was retired meanwhile.
       continue

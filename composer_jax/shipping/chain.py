@@ -37,6 +37,7 @@ class Chain:
   Attributes:
     versions: number -> manifest, of all versions ever committed.
     deliveries: number -> the ways to get it that are not retired.
+    epochs: number -> the epoch that the version was published in.
     epoch: how many takeovers the log holds.
   """
 
@@ -44,6 +45,7 @@ class Chain:
     self.store = store
     self.versions: dict[int, Manifest] = {}
     self.deliveries: dict[int, list[Delivery]] = {}
+    self.epochs: dict[int, int] = {}
     self.retired: set[tuple[int, int | None]] = set()
     self.epoch = 0
     self._own_epoch: int | None = None
@@ -93,6 +95,7 @@ class Chain:
         ]
     elif entry.epoch == self.epoch:
       self.versions[place] = entry.manifest
+      self.epochs[place] = entry.epoch
       self.deliveries[place] = list(entry.manifest.deliveries)
     self._previous = sha256(data)
     self._length += 1

@@ -87,3 +87,24 @@ def plan(
     path.append(last[at])
     at = last[at].delivery.base_version
   return path[::-1]
+
+
+def reachable(
+  deliveries: Mapping[int, Collection[Delivery]],
+  broken: Collection[tuple[int, int | None]] = (),
+) -> set[int]:
+  """Versions that a reader without any can get.
+
+  Args:
+    deliveries: version -> the ways to get it that still stand.
+    broken: (version, base version) of deliveries found damaged.
+  """
+  found: set[int] = set()
+  for version in sorted(deliveries):
+    if any(
+      (delivery.base_version is None or delivery.base_version in found)
+      and (version, delivery.base_version) not in broken
+      for delivery in deliveries[version]
+    ):
+      found.add(version)
+  return found

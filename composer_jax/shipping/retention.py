@@ -126,23 +126,78 @@ def collect(
       read; nothing is deleted then.
   """
   now = time.time() if now is None else now
-
-  def choose():
-    kept = set(keep) | ({chain.head} if chain.head is not None else set())
-    needed = _leased(chain.store, now)
-    for version in kept:
-      for step in planner.plan(chain.deliveries, version):
-        needed.add((step.version, step.delivery.base_version))
-    return [
-      Retired(version, delivery.base_version)
-      for version, deliveries in chain.deliveries.items()
-      for delivery in deliveries
-      if (version, delivery.base_version) not in needed
-    ]
-
   chain.refresh()
-  if choose():
-    chain.retire(choose)
+  if _superfluous(chain, keep, now):
+    chain.retire(lambda: _superfluous(chain, keep, now))
+  dead = _dead(chain, chain.retired, now)
+  for key in dead:
+    chain.store.delete(key)
+  return len(dead)
+
+
+@dataclasses.dataclass(frozen=True)
+class Garbage:
+  """What `collect` would do now.
+
+  Attributes:
+    retired: deliveries that would no longer stand.
+    committed: objects that would go, of versions; key -> bytes.
+    abandoned: keys that would go, that no version names.
+  """
+
+  retired: list[Retired]
+  committed: dict[str, int]
+  abandoned: list[str]
+
+
+def find_garbage(
+  chain: Chain, keep: Collection[int] = (), *, now: float | None = None
+) -> Garbage:
+  """Tells what `collect` would do, and deletes nothing but expired leases.
+
+  Args:
+    chain: refreshed here.
+    keep: versions that must stay reachable.
+    now: seconds since 1970, for tests.
+
+  Raises:
+    ChainError: as `collect`.
+  """
+  now = time.time() if now is None else now
+  chain.refresh()
+  retired = _superfluous(chain, keep, now)
+  gone = {(delivery.version, delivery.base_version) for delivery in retired}
+  sizes = {
+    shard.key: shard.size
+    for manifest in chain.versions.values()
+    for delivery in manifest.deliveries
+    for shard in delivery.objects
+  }
+  dead = _dead(chain, chain.retired | gone, now)
+  return Garbage(
+    retired,
+    {key: sizes[key] for key in dead if key in sizes},
+    [key for key in dead if key not in sizes],
+  )
+
+
+def _superfluous(chain, keep, now) -> list[Retired]:
+  """Deliveries that stand, and that nothing kept or leased needs."""
+  kept = set(keep) | ({chain.head} if chain.head is not None else set())
+  needed = _leased(chain.store, now)
+  for version in kept:
+    for step in planner.plan(chain.deliveries, version):
+      needed.add((step.version, step.delivery.base_version))
+  return [
+    Retired(version, delivery.base_version)
+    for version, deliveries in chain.deliveries.items()
+    for delivery in deliveries
+    if (version, delivery.base_version) not in needed
+  ]
+
+
+def _dead(chain, retired, now) -> list[str]:
+  """Keys of objects that are there and that nobody may read any more."""
   spared = _leased(chain.store, now)
   named, needed = set(), set()
   for version, manifest in chain.versions.items():
@@ -150,15 +205,14 @@ def collect(
       keys = {shard.key for shard in delivery.objects}
       named |= keys
       place = (version, delivery.base_version)
-      if place not in chain.retired or place in spared:
+      if place not in retired or place in spared:
         needed |= keys
-  deleted = 0
-  for key in list(chain.store.list("data")):
-    abandoned = key not in named and key < f"data/{chain.epoch:08d}"
-    if abandoned or (key in named and key not in needed):
-      chain.store.delete(key)
-      deleted += 1
-  return deleted
+  return [
+    key
+    for key in chain.store.list("data")
+    if (key not in named and key < f"data/{chain.epoch:08d}")
+    or (key in named and key not in needed)
+  ]
 
 
 def _write(store, uses, seconds, now):

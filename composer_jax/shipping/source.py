@@ -135,10 +135,57 @@ def from_checkpoint(folder: str | os.PathLike, item: str = "") -> Source:
   )
 
 
+def cast(source: Source, dtype: str) -> Source:
+  """Rounds wider floats to the nearest `dtype`, ties to even.
+
+  For masters in float32 that hosts run in bfloat16: a version then holds what
+  hosts run, bit for bit. Narrower floats and other numbers stay. The payload of
+  a NaN doesn't survive rounding.
+
+  Args:
+    source: what to publish.
+    dtype: a float that NumPy or ml_dtypes knows: "bfloat16", "float16".
+
+  Raises:
+    ValueError: if it isn't.
+  """
+  try:
+    narrow = np.dtype(dtype)
+    if not jnp.issubdtype(narrow, np.floating):
+      raise TypeError
+  except TypeError:
+    raise ValueError(f"{dtype!r} is no float; try bfloat16") from None
+
+  def rounds(path):
+    wide = np.dtype(source.arrays[path].dtype)
+    is_float = jnp.issubdtype(wide, np.floating)
+    return is_float and wide.itemsize > narrow.itemsize
+
+  arrays = {
+    path: dataclasses.replace(spec, dtype=narrow.name) if rounds(path) else spec
+    for path, spec in source.arrays.items()
+  }
+  pieces = [
+    dataclasses.replace(
+      piece, load=lambda load=piece.load: load().astype(narrow)
+    )
+    if rounds(piece.path)
+    else piece
+    for piece in source.pieces
+  ]
+  return Source(arrays, pieces)
+
+
 def _pytree_folder(folder: Path) -> Path:
   candidates = [folder, *sorted(path for path in folder.glob("*"))]
   trees = [path for path in candidates if (path / "_METADATA").is_file()]
   if not trees:
+    steps = [int(path.name) for path in candidates if path.name.isdigit()]
+    if steps and not folder.name.isdigit():
+      raise ValueError(
+        f"{folder} holds the checkpoints of {len(steps)} steps; name one, as in"
+        f" {folder / str(max(steps))}"
+      )
     raise ValueError(f"{folder} is no Orbax checkpoint: it has no _METADATA")
   if len(trees) > 1 and trees[0] != folder:
     names = ", ".join(path.name for path in trees)
@@ -154,13 +201,17 @@ def _restore(handler, folder, tree, path):
     leaves = [yes if name == path else no for name in flatten(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-  restored = handler.restore(
-    folder,
-    args=ocp.args.PyTreeRestore(
-      wanted(0, ocp.PLACEHOLDER),
-      restore_args=wanted(
-        ocp.RestoreArgs(restore_type=np.ndarray), ocp.RestoreArgs()
+  try:
+    restored = handler.restore(
+      folder,
+      args=ocp.args.PyTreeRestore(
+        wanted(0, ocp.PLACEHOLDER),
+        restore_args=wanted(
+          ocp.RestoreArgs(restore_type=np.ndarray), ocp.RestoreArgs()
+        ),
       ),
-    ),
-  )
+    )
+  except (OSError, ValueError) as error:  # TensorStore's, of what it can't read
+    reason = " ".join(str(error).split())[:200]
+    raise ValueError(f"{path!r} of {folder} can't be read: {reason}") from error
   return flatten(restored)[path]

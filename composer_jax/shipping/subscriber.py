@@ -60,6 +60,7 @@ class Weights:
 class _Policy:
   pinned: int | None = None
   skipped: frozenset[int] = frozenset()
+  exposed: tuple[int, ...] = ()  # the last two versions, the newest last
 
 
 class Subscriber:
@@ -99,8 +100,9 @@ class Subscriber:
       workers: threads that download and decode.
       lease_s: how long an update may stall and still be safe from retention,
         seconds; renewed while it lasts.
-      observe: told "downloaded" and bytes, "applied" and bytes of contents,
-        from any thread.
+      observe: told "planned" and bytes to download before each way that is
+        tried, "downloaded" and bytes, "applied" and bytes of contents, from any
+        thread.
     """
     self.chain = Chain(store)
     self.current: Weights | None = None
@@ -116,11 +118,12 @@ class Subscriber:
     self._needed = None if like is None else _needed_boxes(like)
     self._policy = _Policy()
     self._held: Replica | None = None
-    self._previous: int | None = None
     if self._cache:
       policy = self._cache.read_policy()
       self._policy = _Policy(
-        policy.get("pinned"), frozenset(policy.get("skipped", ()))
+        policy.get("pinned"),
+        frozenset(policy.get("skipped", ())),
+        tuple(policy.get("exposed", ())),
       )
       digests = {v: m.digest for v, m in self.chain.versions.items()}
       self._held = self._cache.load(digests, self._wants)
@@ -207,12 +210,14 @@ class Subscriber:
   def roll_back(self) -> Weights | None:
     """Pins the version that was exposed before this one, and goes there.
 
+    With a cache, also after a restart.
+
     Raises:
       ChainError: if there was none, or it can't be had any more.
     """
-    if self._previous is None:
+    if len(self._policy.exposed) < 2:
       raise ChainError("no version was exposed before this one")
-    self.pin(self._previous)
+    self.pin(self._policy.exposed[0])
     return self.update()
 
   def close(self) -> None:
@@ -254,11 +259,10 @@ class Subscriber:
     weights = Weights(
       version, manifest.digest, manifest.metadata, self._build(replica)
     )
-    if self.current:
-      self._previous = self.current.version
     self._held = replica
     self.current = weights
     self._save(replica)
+    self._remember(version)
     self._announce(version)
     return weights
 
@@ -300,9 +304,25 @@ class Subscriber:
     except OSError as error:
       logging.warning("version %d was not cached: %s", replica.version, error)
 
+  def _remember(self, version: int) -> None:
+    """Notes what was exposed, for `roll_back`."""
+    before = self._policy.exposed[-1:]
+    if before == (version,):
+      return
+    policy = dataclasses.replace(self._policy, exposed=(*before, version))
+    try:
+      self._set_policy(policy)
+    except OSError as error:
+      logging.warning("version %d was not noted: %s", version, error)
+      self._policy = policy
+
   def _set_policy(self, policy: _Policy) -> None:
     if self._cache:
-      fields = {"pinned": policy.pinned, "skipped": sorted(policy.skipped)}
+      fields = {
+        "pinned": policy.pinned,
+        "skipped": sorted(policy.skipped),
+        "exposed": policy.exposed,
+      }
       self._cache.write_policy(fields)
     self._policy = policy
 
