@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
+import optax
 from jaxtyping import UInt16
 
 from composer_jax import sharding
@@ -116,31 +117,34 @@ def _load_config(lengths) -> TrainConfig:
 
 def _make_step(config, name, model, data, mesh):
   """An update whose learning rate is an argument, and how states are born."""
-
-  def optimizer_at(rate):
-    return make_optimizer(
-      dataclasses.replace(
-        config.optimizer,
-        name=name,
-        learning_rate=rate,
-        schedule="constant",
-        warmup_steps=0,
-      ),
-      model.param_specs,
-      config.num_steps,
-    )
-
-  abstract = abstract_state(model, optimizer_at(0.0), mesh)
+  # Updates are proportional to the learning rate, weight decay included.
+  unit = make_optimizer(
+    dataclasses.replace(
+      config.optimizer,
+      name=name,
+      learning_rate=1.0,
+      schedule="constant",
+      warmup_steps=0,
+    ),
+    model.param_specs,
+    config.num_steps,
+  )
+  abstract = abstract_state(model, unit, mesh)
 
   @jax.jit
   def step(rate, state, local):
+    def scaled(grads, opt_state, params):
+      updates, opt_state = unit.update(grads, opt_state, params)
+      return jax.tree.map(lambda u: rate * u, updates), opt_state
+
+    optimizer = optax.GradientTransformation(unit.init, scaled)
     update = make_train_step(
-      model, optimizer_at(rate), config, data.tokenizer.token_bytes
+      model, optimizer, config, data.tokenizer.token_bytes
     )
     return update(state, Batch(*(local[name] for name in Batch._fields)))
 
   def fresh(given):
-    return init_state(model, optimizer_at(0.0), abstract, config.seed, given)
+    return init_state(model, unit, abstract, config.seed, given)
 
   def call(rate, state, local):
     return jax.block_until_ready(step(rate, state, dict(local)))

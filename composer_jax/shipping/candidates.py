@@ -11,7 +11,7 @@ import struct
 
 import numpy as np
 
-from composer_jax.shipping import loops, rans
+from composer_jax.shipping import loops, rans, strata
 from composer_jax.shipping.errors import DeltaError
 from composer_jax.shipping.layout import FLOAT, Layout
 
@@ -149,18 +149,19 @@ def _write(candidate, new, base, layout: Layout, lowest: int) -> _Payload:
     contexts = _contexts(base, layout, lowest, limit)
     _write_numbers(payload, base, new, contexts, limit, layout, op)
   else:
+    positions = strata.find_changes(base, new)
     if candidate.mode == Mode.SPARSE:
-      positions = np.flatnonzero(new != base)
       gaps = np.diff(positions, prepend=-1).astype(np.uint64) - np.uint64(1)
       contexts = gap_contexts = np.empty(0, np.uint8)
     else:
-      positions, gaps = _strata(new, base, _shift(layout), lowest, limit)
       contexts = _contexts(base[positions], layout, lowest, limit)
-      order = np.argsort(contexts, kind="stable")
-      gaps, gap_contexts = gaps[order], contexts[order]
+      counts = np.bincount(contexts, minlength=limit)
+      gap_contexts = np.repeat(np.arange(limit, dtype=np.uint8), counts)
+      gaps = strata.to_gaps(
+        base, new, _shift(layout), lowest, positions, contexts, counts
+      )
     payload.add(_VALUES.pack(op, lowest) + _COUNT.pack(len(positions)))
     if candidate.mode == Mode.STRATA:
-      counts = np.bincount(contexts, minlength=limit)
       payload.add(counts.astype("<u8").tobytes(), fixed=True)
     _write_numbers(
       payload, gaps, gaps, gap_contexts, limit, _GAP, loops.OVERWRITE
@@ -169,14 +170,6 @@ def _write(candidate, new, base, layout: Layout, lowest: int) -> _Payload:
       payload, base[positions], new[positions], contexts, limit, layout, op
     )
   return payload
-
-
-def _strata(new, base, shift, lowest, limit):
-  # Pages that are never written to cost nothing.
-  positions = np.empty(base.size, np.uint32)
-  gaps = np.empty(base.size, np.uint32)
-  found = loops.strata_changes(base, new, shift, lowest, limit, positions, gaps)
-  return positions[:found].astype(np.int64), gaps[:found].astype(np.uint64)
 
 
 def _write_numbers(payload, base, new, contexts, limit, layout, op):
@@ -265,10 +258,10 @@ def _strata_positions(reader, count, base, shift, lowest):
     raise DeltaError("the changes by exponent don't add up")
   contexts = np.repeat(np.arange(limit, dtype=np.uint8), counts.astype(int))
   gaps = reader.gaps(contexts, limit, base.size)
-  first = np.concatenate([[0], np.cumsum(counts.astype(np.int64))])
-  positions = np.empty(count, np.int64)
-  found = loops.strata_positions(base, shift, lowest, gaps, first, positions)
-  if found != count:
+  positions = strata.to_positions(
+    base, shift, lowest, gaps, counts.astype(np.int64)
+  )
+  if len(positions) != count:
     raise DeltaError("changes lie beyond the end")
   return positions
 

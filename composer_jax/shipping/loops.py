@@ -50,7 +50,8 @@ def _bit_length(z):
 
 
 @loop
-def _fill_contexts(base, shift, lowest, limit, contexts):
+def fill_contexts(base, shift, lowest, limit, contexts):
+  """Contexts of all elements of `base`, into the start of `contexts`."""
   magnitude = _mask(base.itemsize) >> np.uint64(1)
   for i in range(base.size):
     exponent = (np.uint64(base[i]) & magnitude) >> np.uint64(shift)
@@ -64,7 +65,7 @@ def contexts_of(base, shift, lowest, limit):
   Less `lowest`, cut to [0, limit).
   """
   contexts = np.empty(base.size, np.uint8)
-  _fill_contexts(base, shift, lowest, limit, contexts)
+  fill_contexts(base, shift, lowest, limit, contexts)
   return contexts
 
 
@@ -155,61 +156,3 @@ def from_symbols(base, symbols, words, width, order, op, out):
       z = _unordered(z, order, mask, top)
     out[i] = z
   return at == words.size and held == 0
-
-
-# Contexts of so many elements at a time stay in the nearest cache.
-_BLOCK = 4096
-
-
-@loop
-def strata_changes(base, new, shift, lowest, limit, positions, gaps):
-  """Where it changes, and elements of that context since its last change.
-
-  Fills `positions` and `gaps`, of any length that suffices; returns how many.
-  """
-  seen = np.zeros(limit, np.int64)
-  contexts = np.empty(_BLOCK, np.uint8)
-  found = 0
-  for start in range(0, base.size, _BLOCK):
-    block = base[start : start + _BLOCK]
-    _fill_contexts(block, shift, lowest, limit, contexts)
-    for j in range(block.size):
-      k = contexts[j]
-      if block[j] == new[start + j]:
-        seen[k] += 1
-        continue
-      positions[found] = start + j
-      gaps[found] = seen[k]
-      seen[k] = 0
-      found += 1
-  return found
-
-
-@loop
-def strata_positions(base, shift, lowest, gaps, first, positions):
-  """Inverse: `gaps` sorted by context, context k's from `first[k]` on.
-
-  Returns how many positions were found.
-  """
-  limit = first.size - 1
-  never = np.int64(1) << 62
-  left = np.full(limit, never)
-  at = first[:-1].copy()
-  for k in range(limit):
-    if at[k] < first[k + 1]:
-      left[k] = gaps[at[k]]
-  contexts = np.empty(_BLOCK, np.uint8)
-  found = 0
-  for start in range(0, base.size, _BLOCK):
-    block = base[start : start + _BLOCK]
-    _fill_contexts(block, shift, lowest, limit, contexts)
-    for j in range(block.size):
-      k = contexts[j]
-      if left[k]:
-        left[k] -= 1
-        continue
-      positions[found] = start + j
-      found += 1
-      at[k] += 1
-      left[k] = gaps[at[k]] if at[k] < first[k + 1] else never
-  return found
