@@ -12,6 +12,7 @@ A version's number is its position: versions only go up, with gaps.
 
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from composer_jax.shipping import planner
 from composer_jax.shipping.errors import (
@@ -29,6 +30,8 @@ from composer_jax.shipping.manifest import (
   to_bytes,
 )
 from composer_jax.shipping.store import Store
+
+_READS_AT_ONCE = 64
 
 
 class Chain:
@@ -60,18 +63,32 @@ class Chain:
     return max(self.versions, default=None)
 
   def refresh(self) -> None:
-    """Reads what was appended since.
+    """Reads what was appended since: everything that was there at this call.
+
+    Reads ahead, twice as far each time, so that a long log takes few round
+    trips and an idle one a single request. The view ends at the first entry
+    that is missing, whatever was found behind it: that came later.
 
     Raises:
       ChainError: if the log is damaged; the view then ends before it.
-      StoreError: if the store failed.
+      StoreError: if the store failed; the view then ends before that entry.
     """
-    while True:
+
+    def get(position):
       try:
-        data = self.store.get(_entry_key(self._length))
+        return self.store.get(_entry_key(position))
       except MissingObjectError:
-        return
-      self._read(data)
+        return None
+
+    ahead = 1
+    with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+      while True:
+        positions = range(self._length, self._length + ahead)
+        for data in (map if ahead == 1 else pool.map)(get, positions):
+          if data is None:
+            return
+          self._read(data)
+        ahead = min(2 * ahead, _READS_AT_ONCE)
 
   def _read(self, data):
     place = self._length

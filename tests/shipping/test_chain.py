@@ -1,6 +1,8 @@
 """One log, one publisher at a time, and nothing goes that a reader uses."""
 
 import random
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -306,3 +308,97 @@ def test_entries_name_their_writer(store):
   assert to_bytes(Entry(writer=a._writer, **entry)) != to_bytes(
     Entry(writer=b._writer, **entry)
   )
+
+
+@pytest.fixture(scope="module")
+def long_log():
+  """A hundred entries, by position."""
+  store = ObjectStore(MemoryStore())
+  chain = publisher(store)
+  version = publish(chain, [None])
+  for _ in range(98):
+    version = publish(chain, [version])
+  return [store.get(key) for key in store.list("log")]
+
+
+def restored(entries):
+  store = ObjectStore(MemoryStore())
+  for position, entry in entries:
+    store.put_if_absent(f"log/{position:012d}", entry)
+  return store
+
+
+def test_a_late_joiner_reads_ahead(long_log):
+  class Counting(ObjectStore):
+    calls = now = most = 0
+    lock = threading.Lock()
+
+    def get(self, key, start=0, size=None):
+      with self.lock:
+        self.calls += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+      time.sleep(0.02)
+      try:
+        return super().get(key, start, size)
+      finally:
+        with self.lock:
+          self.now -= 1
+
+  store = Counting(restored(enumerate(long_log))._store)
+  chain = Chain(store)
+  assert list(chain.versions) == list(range(1, 100))
+  assert 30 <= store.most <= 64
+  assert store.calls <= 100 + 64
+  store.calls = 0
+  chain.refresh()
+  assert store.calls == 1
+
+
+@pytest.mark.parametrize("hole", [0, 1, 2, 3, 31, 50, 99])
+def test_reading_ahead_stops_at_a_hole(long_log, hole):
+  """What lies behind a missing entry isn't part of the log."""
+  entries = [(i, e) for i, e in enumerate(long_log) if i != hole]
+  store = restored(entries)
+  chain = Chain(store)
+  assert chain.head == (hole - 1 if hole > 1 else None)
+  store.put_if_absent(f"log/{hole:012d}", long_log[hole])
+  chain.refresh()
+  assert chain.head == 99
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3, 31, 50, 99])
+def test_reading_ahead_stops_at_damage(long_log, bad):
+  damaged = list(enumerate(long_log))
+  damaged[bad] = (bad, damaged[bad][1][:-5])
+  store = restored(damaged)
+  chain = Chain(restored([]))
+  chain.store = store
+  for _ in range(2):
+    with pytest.raises(ChainError, match=f"entry {bad} of the log"):
+      chain.refresh()
+    assert chain._length == bad
+  store.delete(f"log/{bad:012d}")
+  store.put_if_absent(f"log/{bad:012d}", long_log[bad])
+  chain.refresh()
+  assert chain.head == 99
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2, 31, 50, 99])
+def test_reading_ahead_goes_on_after_an_error(long_log, bad):
+  class Failing(ObjectStore):
+    sick = True
+
+    def get(self, key, start=0, size=None):
+      if self.sick and key.endswith(f"{bad:012d}"):
+        raise StoreError("down")
+      return super().get(key, start, size)
+
+  chain = Chain(restored([]))
+  chain.store = Failing(restored(enumerate(long_log))._store)
+  with pytest.raises(StoreError, match="down"):
+    chain.refresh()
+  assert chain._length == bad
+  chain.store.sick = False
+  chain.refresh()
+  assert chain.head == 99
