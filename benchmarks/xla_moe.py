@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import harness
+from benchmarks import harness, moe_shapes
 from pallas_kernels.moe import moe_ffn, reference
 
 # T, H, I, E, K. On a GPU: a wide layer, Qwen3-30B-A3B's, and a small model's;
@@ -49,35 +49,33 @@ PEER_BYTES = 20e9  # What ragged_dot's masked copies of its rows may take.
 SAMPLED_TOKENS = 16
 
 
-def ragged_dot_moe(x, expert_ids, gates, w_gate_up, w_down):
-  """The same layer as `moe_ffn`, from jax.lax.ragged_dot."""
+def composed(dot, x, expert_ids, gates, w_gate_up, w_down):
+  """The layer of `moe_ffn` from `dot`, which is called as lax.ragged_dot is."""
   (tokens, top_k), (experts, width, _, inner) = gates.shape, w_gate_up.shape
   order = jnp.argsort(expert_ids.reshape(-1), stable=True)
   sizes = jnp.bincount(expert_ids.reshape(-1), length=experts)
+  sizes = sizes.astype(jnp.int32)
   w_gate_up = w_gate_up.reshape(experts, width, 2 * inner)
-  gate, up = jnp.split(
-    lax.ragged_dot(x[order // top_k], w_gate_up, sizes), 2, axis=1
-  )
-  y = lax.ragged_dot(jax.nn.silu(gate) * up, w_down, sizes)
+  gate, up = jnp.split(dot(x[order // top_k], w_gate_up, sizes), 2, axis=1)
+  y = dot(jax.nn.silu(gate) * up, w_down, sizes)
   y = y[jnp.argsort(order)].reshape(tokens, top_k, width)
   return (y * gates[..., None]).sum(axis=1).astype(x.dtype)
 
 
+ragged_dot_moe = functools.partial(composed, lax.ragged_dot)
+
+
 def make_inputs(shape, routing, dtype):
-  """Random inputs; skewed: log-normal popularity, tenfold for one expert."""
+  """Random inputs, see `moe_shapes.route`, and an output gradient."""
   T, H, I, E, K = shape  # noqa: E741
-  rng = np.random.default_rng(0)
-  score = rng.gumbel(size=(T, E))
-  if routing == "skewed":
-    score += rng.normal(scale=0.5, size=E) + np.log(10) * (np.arange(E) == 0)
-  expert_ids = np.argpartition(-score, K - 1, axis=1)[:, :K].astype(np.int32)
   keys = jax.random.split(jax.random.key(0), 5)
   x = jax.random.normal(keys[0], (T, H), dtype)
   gates = jax.nn.softmax(jax.random.normal(keys[1], (T, K)))
   w_gate_up = jax.random.normal(keys[2], (E, H, 2, I), dtype) * H**-0.5
   w_down = jax.random.normal(keys[3], (E, I, H), dtype) * I**-0.5
   dy = jax.random.normal(keys[4], (T, H), dtype)
-  return (x, jnp.asarray(expert_ids), gates, w_gate_up, w_down), dy
+  expert_ids = jnp.asarray(moe_shapes.route(shape, routing))
+  return (x, expert_ids, gates, w_gate_up, w_down), dy
 
 
 LAYERS = {
@@ -127,6 +125,27 @@ def oracle_error(result, inputs, dy):
   return relative_error(
     [a[tokens] for a in result[:3]], oracle(sampled, dy[tokens])
   )
+
+
+def expert_error(result, inputs, dy):
+  """Compares the gradients of the weights of the least busy expert."""
+  x, expert_ids, gates, w_gate_up, w_down = inputs
+  ids = np.asarray(expert_ids)
+  loads = np.bincount(ids.ravel(), minlength=len(w_down))
+  e = int(np.where(loads > 0, loads, loads.max()).argmin())
+  tokens, ks = np.nonzero(ids == e)
+  rows, d_rows, weight = (
+    a.astype(jnp.float32) for a in (x[tokens], dy[tokens], gates[tokens, ks])
+  )
+
+  def outputs(gate_up, down):
+    gate, up = rows @ gate_up[:, 0], rows @ gate_up[:, 1]
+    return weight[:, None] * ((jax.nn.silu(gate) * up) @ down)
+
+  with jax.default_matmul_precision("highest"):
+    weights = (w[e].astype(jnp.float32) for w in (w_gate_up, w_down))
+    expected = jax.vjp(outputs, *weights)[1](d_rows)
+  return relative_error([d[e] for d in result[3:]], expected)
 
 
 def measure(shape, routing, dtype, on_gpu):
