@@ -24,16 +24,14 @@ DTYPES = [
   "float8_e4m3fn",
   "float8_e5m2",
   "float8_e8m0fnu",
+  "float8_e4m3fnuz",
   "float4_e2m1fn",
   "int4",
-  "uint8",
-  "int8",
-  "int16",
-  "uint32",
-  "int64",
-  "uint64",
+  "uint4",
   "bool",
+  *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
   "complex64",
+  "complex128",
 ]
 # Numba compiles a loop when a width is first seen.
 patient = settings(deadline=None, max_examples=60)
@@ -84,6 +82,58 @@ def test_any_bits_survive(dtype, data):
   alone = encode(new)
   assert bits(decode(alone, out=np.empty_like(new))) == bits(new)
   assert len(alone) <= new.nbytes + delta_lib.HEADER_BYTES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_shape_and_stride(dtype):
+  rng = np.random.default_rng(0)
+  whole = [
+    rng.integers(0, 2, (6, 8, 10), np.uint8).astype(bool).astype(dtype)
+    for _ in range(2)
+  ]
+  cuts = {
+    "scalar": np.s_[0, 0, 0],
+    "empty": np.s_[:0],
+    "empty inside": np.s_[:, 3:3],
+    "strided": np.s_[::2, ::3, 1::2],
+    "backwards": np.s_[::-1, :, ::-1],
+    "column": np.s_[:, 1, 1],
+    "copies": np.s_[:, None],
+  }
+  for name, cut in cuts.items():
+    base, new = (np.asarray(array[cut]) for array in whole)
+    made = decode(encode(new, base), base)
+    assert made.shape == new.shape and made.dtype == new.dtype, name
+    assert bits(made) == bits(new), name
+  base, new = (array.T for array in whole)
+  assert bits(decode(encode(new, base), base)) == bits(new)
+  base, new = (np.broadcast_to(array[:1], (4, 8, 10)) for array in whole)
+  assert bits(decode(encode(new, base), base)) == bits(new)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "bool"])
+@pytest.mark.parametrize("effort", ["small", "fast"])
+def test_every_pattern_of_a_unit(dtype, effort):
+  """Every NaN, both zeros, both infinities; at widths where that is feasible.
+
+  Wider units run through all patterns of their top 16 bits.
+  """
+  dtype = np.dtype(dtype)
+  layout = layout_of(dtype)
+  patterns = np.arange(2 ** min(16, 8 * layout.width), dtype=np.uint64)
+  patterns <<= np.uint64(max(0, 8 * layout.width - 16))
+  base = patterns.astype(layout.unit)
+  moves = {
+    "sign": base ^ layout.unit.type(1 << (8 * layout.width - 1)),
+    "lowest bit": base ^ layout.unit.type(1),
+    "all": ~base,
+    "some": np.where(patterns % 7 == 0, base + layout.unit.type(1), base),
+  }
+  for name, new in moves.items():
+    new, old = new.view(dtype), base.view(dtype)
+    delta = encode(new, old, effort=effort)
+    assert read_header(delta).mode != Mode.UNCHANGED, name
+    assert bits(decode(delta, old)) == bits(new), name
 
 
 @given(
