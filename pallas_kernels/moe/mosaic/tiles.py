@@ -85,8 +85,13 @@ def swiglu_gradient(width: int, inner: int, rows: int = ROWS) -> Tiles:
 
 def weight_gradient(height: int, width: int) -> Tiles:
   """Tiles of weight gradients [height, width]."""
-  rows = FEW_ROWS if height % ROWS else ROWS  # Rows of the gradient.
-  return _tiles(("weight_gradient", height, width), width, rows=rows)
+  identity = ("weight_gradient", height, width)
+  return _tiles(identity, width, rows=gradient_rows(height))
+
+
+def gradient_rows(height: int) -> int:
+  """Returns the rows of a tile of a weight gradient [height, ...]."""
+  return FEW_ROWS if height % ROWS else ROWS
 
 
 def sm_count() -> int:
