@@ -100,7 +100,7 @@ def measure(size: int, density: float) -> list[dict]:
   return [
     {
       "case": f"{density:.1%} of {size / 1e6:.0f}M",
-      "codec": name,
+      "method": name,
       "device": jax.devices()[0].device_kind,
       "ms": ms,
       "gb_s": moved / ms / 1e6,
