@@ -244,7 +244,9 @@ class Mla(nnx.Module):
     With `w_k_b` moved to the queries and `w_v_b` to the output, all heads read
     one key and one value of the latent's width: the cache is never expanded
     (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). The same product in another
-    order: in 16 bits the last bits differ from the trainer's.
+    order: in 16 bits the last bits differ from the trainer's. Latents that
+    other weights left in the cache are read with these weights' `w_k_b` and
+    `w_v_b`.
     """
     mla = self.config.attention
     latent, k_rope = self.latents(x, rows.positions)

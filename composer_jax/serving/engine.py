@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -171,6 +171,11 @@ class Engine:
     return self._runner.version
 
   @property
+  def weights(self) -> Weights:
+    """Those that serve, on the device; not to be donated or deleted."""
+    return self._runner.weights
+
+  @property
   def busy(self) -> bool:
     """Whether a step has anything to do."""
     return bool(self._open or self._staged or self._flights or self._events)
@@ -183,7 +188,7 @@ class Engine:
   def generate(self, requests: Sequence[Request]) -> list[Completion]:
     """Runs requests to their ends; completions in the requests' order.
 
-    For an engine that nobody else uses meanwhile.
+    For an engine that nobody else uses: events of other requests are lost.
     """
     waiting = collections.deque(requests)
     ids, done = [], {}
@@ -195,7 +200,7 @@ class Engine:
       except OverloadedError:
         pass
       for event in self.step():
-        if isinstance(event, Completion):
+        if isinstance(event, Completion) and event.request_id in ids:
           done[event.request_id] = event
     return [done[request_id] for request_id in ids]
 
@@ -206,8 +211,8 @@ class Engine:
     weights: Weights,
     version: int,
     *,
-    mode: Literal["in_flight", "drain"] = "in_flight",
-    cache: Literal["recompute", "keep"] = "recompute",
+    mode: str = "in_flight",
+    cache: str = "recompute",
   ) -> "Future[SwapReport]":
     """Checks and copies new weights, to be swapped in between two steps.
 
@@ -216,8 +221,8 @@ class Engine:
         the caller may do with its own what it likes.
       version: of them. A version is immutable: the cache of one that served
         before is used again when it returns.
-      mode: see the module.
-      cache: see the module; "keep" makes no difference to "drain".
+      mode: "in_flight" or "drain"; see the module.
+      cache: "recompute" or "keep", where running requests go on.
 
     Returns:
       Done when the swap is; a `WeightError` if a later update took its place.
@@ -404,12 +409,11 @@ class Engine:
     """Waits for a step, and hands out what it sampled."""
     output = jax.device_get(flight.output)
     for row in flight.rows:
-      # A row that stopped, or was cancelled, after this step was started.
-      if row.live.finished:
-        continue
       routes = output.routes[row.index, : row.length]
-      self._keep_routes(row.live, row.start, routes)
-      if row.samples:
+      # Of every row: others may have found pages whose owner has ended since.
+      self._keep_routes(row, routes)
+      # A row that stopped, or was cancelled, after this step was started.
+      if row.samples and not row.live.finished:
         self._take_token(row, flight.version, output, routes[-1])
 
   def _take_token(self, row, version, output, routes):
@@ -451,9 +455,9 @@ class Engine:
     else:
       self._register(live)
 
-  def _keep_routes(self, live, start, routes):
-    position = np.arange(start, start + len(routes))
-    page = np.array(live.pages)[position // self.config.page_size]
+  def _keep_routes(self, row, routes):
+    position = np.arange(row.start, row.start + row.length)
+    page = np.array(row.pages)[position // self.config.page_size]
     self._cache.routes[page, position % self.config.page_size] = routes
 
   def _prompt_routes(self, live):

@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Literal
 
 from absl import logging
 
@@ -105,8 +104,8 @@ class AsyncEngine:
     weights: Weights,
     version: int,
     *,
-    mode: Literal["in_flight", "drain"] = "in_flight",
-    cache: Literal["recompute", "keep"] = "recompute",
+    mode: str = "in_flight",
+    cache: str = "recompute",
   ) -> SwapReport:
     """Returns once they serve; see `Engine.set_weights`."""
     future = await asyncio.to_thread(

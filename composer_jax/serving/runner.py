@@ -21,6 +21,7 @@ class FlightRow(NamedTuple):
     index: its row in the step's arrays.
     start: position of its first token.
     length: its tokens.
+    pages: where they went; the request may have let go of them since.
     samples: whether the step drew its next token.
     stale: whether the cache that it read was made by other weights, too.
   """
@@ -29,6 +30,7 @@ class FlightRow(NamedTuple):
   index: int
   start: int
   length: int
+  pages: list[int]
   samples: bool
   stale: bool
 
@@ -141,7 +143,9 @@ class Runner:
       start = live.computed
       live.advance(n, samples, self.version)
       stale = live.cache_versions != {self.version}
-      rows.append(FlightRow(live, index, start, n, samples, stale))
+      rows.append(
+        FlightRow(live, index, start, n, list(live.pages), samples, stale)
+      )
     program = self._programs[shape]
     self._state, output = program(self.weights, self._state, batch)
     for leaf in output:

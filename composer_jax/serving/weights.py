@@ -48,9 +48,12 @@ def place(
   """
   given, wanted = _by_path(weights), _by_path(shapes)
   _check(given, wanted, version)
-  weights = jax.tree.unflatten(
-    jax.tree.structure(shapes), [given[path] for path in wanted]
-  )
+  # On the CPU, JAX would go on using the memory of a NumPy array.
+  leaves = [
+    np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+    for leaf in (given[path] for path in wanted)
+  ]
+  weights = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
   where = jax.sharding.SingleDeviceSharding(device)
   try:
     copies = jax.device_put(weights, where, may_alias=False)

@@ -209,7 +209,10 @@ def check_nothing_leaks(engine: Engine) -> None:
 
 
 def mixed_forward(name: str, tokens, versions):
-  """Logits where position i was computed by `versions[i]`, and kept."""
+  """Logits where position i was computed by `versions[i]`, and kept.
+
+  Of latent attention the latents are kept: the reader's weights expand them.
+  """
   config = CONFIGS[name]
   trees = {v: case(name).weights[v] for v in set(versions)}
 
@@ -228,29 +231,34 @@ def mixed_forward(name: str, tokens, versions):
     kind = "moe" if depth >= config.num_dense_layers else "dense"
     nth = depth - config.num_dense_layers if kind == "moe" else depth
     p = {v: layer(t["params"][kind]["layers"], nth) for v, t in trees.items()}
-    heads = []
-    for i, (x, v) in enumerate(zip(xs, versions, strict=True)):
-      normed = oracle.rms_norm(x, p[v]["attention_norm"]["scale"], 1e-6)
-      heads.append(
-        oracle.queries_keys_values(p[v]["attention"], config, normed, i)
-      )
+    normed = [
+      oracle.rms_norm(x, p[v]["attention_norm"]["scale"], 1e-6)
+      for x, v in zip(xs, versions, strict=True)
+    ]
+
+    def heads(i, reader, p=p, normed=normed):
+      weights, reading = p[versions[i]]["attention"], p[reader]["attention"]
+      expand = {k: reading[k] for k in ("w_k_b", "w_v_b") if k in reading}
+      return oracle.queries_keys_values(weights | expand, config, normed[i], i)
+
+    read_by = {v: [heads(i, v) for i in range(len(xs))] for v in trees}
     for i, v in enumerate(versions):
-      q = heads[i][0]
+      q = read_by[v][i][0]
       out = np.zeros_like(xs[i])
       for n in range(len(q)):
-        keys = np.stack([k[n] for _, k, _ in heads[: i + 1]])
-        values = np.stack([value[n] for _, _, value in heads[: i + 1]])
+        keys = np.stack([k[n] for _, k, _ in read_by[v][: i + 1]])
+        values = np.stack([value[n] for _, _, value in read_by[v][: i + 1]])
         weights = oracle.softmax(keys @ q[n] / np.sqrt(q.shape[1]))
         out += (weights @ values) @ p[v]["attention"]["w_o"][n]
       xs[i] += out
-      normed = oracle.rms_norm(xs[i], p[v]["mlp_norm"]["scale"], 1e-6)
+      x = oracle.rms_norm(xs[i], p[v]["mlp_norm"]["scale"], 1e-6)
       if kind == "moe":
         bias = np.zeros(config.moe.num_experts)
         if trees[v]["balance"]:
           bias = layer(trees[v]["balance"]["moe"]["layers"], nth)["moe"]["bias"]
-        xs[i] += oracle.moe(p[v]["moe"], bias, config, normed)[0]
+        xs[i] += oracle.moe(p[v]["moe"], bias, config, x)[0]
       else:
-        xs[i] += oracle.swiglu(p[v]["mlp"], normed)
+        xs[i] += oracle.swiglu(p[v]["mlp"], x)
   return np.stack(
     [
       oracle.rms_norm(

@@ -256,3 +256,17 @@ def test_times_are_measured():
   assert isinstance(completion, Completion)
   assert 0 <= completion.wait_s <= completion.first_token_s
   assert completion.first_token_s <= completion.total_s < 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_routes_of_a_page_whose_owner_was_cancelled_before_it_was_read(name):
+  served = engine(name)
+  owner = served.add(Request(prompt(4), greedy(5)))
+  served.step()  # started, not read
+  served.cancel(owner)
+  heir = Request(prompt(5), greedy(5), return_prompt_routes=True)
+  heir_id = served.add(heir)
+  completion = run(served)[heir_id][-1]
+  assert completion.cached_tokens == 4
+  assert completion.prompt_routes.any()
+  check(name, heir, completion)
