@@ -60,15 +60,15 @@ def run(
   flags.DEFINE_string("workdir", None, "Where the run keeps its files.")
 
   def call(arguments):
-    with _one_line_errors(ConfigError, *mistakes):
+    with one_line_errors(ConfigError, *mistakes):
       main(*arguments)
 
   app.run(call, flags_parser=_parse)
 
 
 @contextlib.contextmanager
-def _one_line_errors(*types: type[Exception]) -> Iterator[None]:
-  """Prints exceptions of these types as one line, and exits with 2.
+def one_line_errors(*types: type[Exception], code: int = 2) -> Iterator[None]:
+  """Prints exceptions of these types as one line, and exits with `code`.
 
   Only those that our own code raises, or absl for its flags, or the operating
   system for a path.
@@ -81,11 +81,11 @@ def _one_line_errors(*types: type[Exception]) -> Iterator[None]:
       if frame.f_globals["__name__"].partition(".")[0] not in _OURS:
         raise
     print("error:", " ".join(str(error).split()), file=sys.stderr)
-    raise SystemExit(2) from None
+    raise SystemExit(code) from None
 
 
 def _parse(argv: list[str]) -> tuple[ConfigDict, str]:
-  with _one_line_errors(ConfigError, flags.Error):
+  with one_line_errors(ConfigError, flags.Error):
     overrides = [arg for arg in argv if re.match(r"--?(no)?config\.", arg)]
     positional = flags.FLAGS([arg for arg in argv if arg not in overrides])[1:]
     if positional:

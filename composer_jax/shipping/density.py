@@ -134,9 +134,15 @@ def classify(
 
   Returns:
     Path -> role.
+
+  Raises:
+    ValueError: if `expert_paths` is no regular expression.
   """
   roles = {path: _role(path, spec) for path, spec in arrays.items()}
-  pattern = re.compile(expert_paths, re.IGNORECASE)
+  try:
+    pattern = re.compile(expert_paths, re.IGNORECASE)
+  except re.error as error:
+    raise ValueError(f"{expert_paths!r} is no pattern: {error}") from None
   first_axes = {
     path: 0 if role.layer_axis is None else 1
     for path, role in roles.items()
@@ -256,7 +262,7 @@ def _count(cells, role: Role, old, new, chunk_bytes) -> None:
     part = box.within(whole)
     into = tuple(s if a in kept else slice(1) for a, s in enumerate(part))
     changed[into] += np.count_nonzero(
-      changed_bits(old[part], new[part]), axis=others, keepdims=True
+      changed_bits(old[..., *part], new[..., *part]), axis=others, keepdims=True
     )
   for place in np.ndindex(shape):
     layer, expert = role.layer, role.expert
@@ -274,4 +280,4 @@ def changed_bits(
 ) -> Bool[np.ndarray, "*shape"]:
   """Where two arrays of one dtype differ, as bits: -0.0 is not +0.0."""
   differ = as_units(old) != as_units(new)
-  return differ.reshape(*new.shape, -1).any(axis=-1)
+  return np.asarray(differ.reshape(*new.shape, -1).any(axis=-1))

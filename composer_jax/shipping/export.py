@@ -9,6 +9,7 @@ not at all.
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,15 +71,18 @@ class CheckpointWriter(contextlib.AbstractContextManager):
           " choose another folder"
         )
     else:
-      self._manager.save(
-        version,
-        args=ocp.args.StandardSave(nest(weights.tree)),
-        custom_metadata={
-          "digest": weights.digest,
-          "metadata": weights.metadata,
-        },
-        force=True,
-      )
+      facts = {"digest": weights.digest, "metadata": weights.metadata}
+      try:
+        self._manager.save(
+          version,
+          args=ocp.args.StandardSave(nest(weights.tree)),
+          custom_metadata=facts,
+          force=True,
+        )
+      except BaseException:
+        for left in self._folder.glob(f"{version}.orbax-checkpoint-tmp*"):
+          shutil.rmtree(left, ignore_errors=True)
+        raise
     if self._keep:
       others = sorted(set(self._manager.all_steps()) - {version})
       for old in others[: max(0, len(others) - self._keep + 1)]:

@@ -118,6 +118,11 @@ class Publisher:
       self._config.uploads, "upload"
     )
 
+  @property
+  def epoch(self) -> int:
+    """This publisher's; `chain.epoch` is a later one once it is fenced off."""
+    return self._crew.epoch
+
   def publish(
     self,
     what: PyTree | Source,
