@@ -14,8 +14,8 @@ from jaxtyping import Int, UInt, UInt8
 from composer_jax.shipping.jit import loop
 from composer_jax.shipping.loops import fill_contexts
 
-# Elements; a block's 32 words let each byte of a word count its matches.
-_BLOCK = 256
+# Elements; a block's 64 words let each byte of a word count its matches.
+_BLOCK = 512
 # With more changes than this, looking at every element is faster.
 _DENSE = 1 / 40
 _PAD = np.uint8(127)  # no context, and below 128 as `_matches` needs
