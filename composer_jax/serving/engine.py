@@ -191,18 +191,20 @@ class Engine:
     For an engine that nobody else uses: events of other requests are lost.
     """
     waiting = collections.deque(requests)
-    ids, done = [], {}
-    while waiting or len(done) < len(ids):
+    completions: dict[str, Completion | None] = {}
+    left = len(waiting)
+    while left:
       try:
         while waiting:
-          ids.append(self.add(waiting[0]))
+          completions[self.add(waiting[0])] = None
           waiting.popleft()
       except OverloadedError:
         pass
       for event in self.step():
-        if isinstance(event, Completion) and event.request_id in ids:
-          done[event.request_id] = event
-    return [done[request_id] for request_id in ids]
+        if isinstance(event, Completion) and event.request_id in completions:
+          completions[event.request_id] = event
+          left -= 1
+    return list(completions.values())
 
   # ---- Weights ---------------------------------------------------------------
 
@@ -242,6 +244,8 @@ class Engine:
     began = time.perf_counter()
     weights = place(weights, self._weight_shapes, self._device, version)
     future: Future[SwapReport] = Future()
+    # Whoever waits may go away; the swap takes place all the same.
+    future.set_running_or_notify_cancel()
     with self._lock:
       self._check_alive()
       replaced = self._staged

@@ -89,6 +89,8 @@ class AsyncEngine:
     To cancel it, give it a `request_id` and call `engine.cancel`.
     """
     future: concurrent.futures.Future[Completion] = concurrent.futures.Future()
+    # Not to be cancelled by itself, under the engine's thread.
+    future.set_running_or_notify_cancel()
 
     def sink(event: Event | StoppedError) -> None:
       if isinstance(event, Completion):

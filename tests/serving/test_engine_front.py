@@ -151,3 +151,21 @@ def test_a_closed_event_loop_disturbs_nobody(front):
   request = Request(prompt(4), greedy(12))
   check(NAME, request, front.submit(request).result(timeout=60))
   del stream
+
+
+def test_nobody_waiting_for_a_swap_disturbs_nobody(front):
+  async def main():
+    busy = front.submit(Request(prompt(3), greedy(40)))
+    task = asyncio.create_task(
+      front.set_weights(case(NAME).weights[1], 1, mode="drain")
+    )
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+    return busy
+
+  busy = asyncio.run(main())
+  assert not busy.cancel()
+  assert busy.result(timeout=60).finish_reason == "length"
+  assert front.healthy
