@@ -168,21 +168,32 @@ def share_width(tile_rows: int, columns: int) -> int:
   return columns if tile_rows == ROWS else columns // 2
 
 
-def walk(num_row_tiles, num_column_tiles: int, band: int):
+def walk(num_row_tiles, num_column_tiles: int, band: int, skip: int = 0):
   """Decorates visit(row_tile, column_tile): this block's share of a matrix.
 
   Bands of `band` row tiles are walked column by column, so that the blocks at
-  work at one time share rows and columns in the L2 cache.
+  work at one time share rows and columns in the L2 cache; the bands come in
+  order. The first `skip` blocks take no part.
   """
+  shape = num_row_tiles, num_column_tiles
+  total = num_row_tiles * num_column_tiles
 
   def decorate(visit):
-    @plgpu.nd_loop((num_row_tiles * num_column_tiles,), collective_axes="sm")
-    def _(info):
-      visit(
-        *plgpu.planar_snake(
-          info.index[0], (num_row_tiles, num_column_tiles), 0, band
-        )
-      )
+    def visit_nth(n):
+      visit(*plgpu.planar_snake(n, shape, 0, band))
+
+    if skip:
+      mine, step = lax.axis_index("sm") - skip, lax.axis_size("sm") - skip
+
+      @pl.loop(0, (total - mine + step - 1) // step)
+      def _(n):
+        visit_nth(mine + n * step)
+
+    else:  # Fewer registers than the loop above, which makes gate/up spill.
+
+      @plgpu.nd_loop((total,), collective_axes="sm")
+      def _(info):
+        visit_nth(info.index[0])
 
   return decorate
 

@@ -14,29 +14,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe.mosaic import engine, swiglu
+from pallas_kernels.moe.mosaic import engine, gather, swiglu
 from pallas_kernels.moe.mosaic.engine import DEPTH
 
 
 def gate_up(
-  x: Float[Array, "M H"],
+  x: Float[Array, "rows H"],
   tile_expert: Int[Array, "tiles"],
   num_tiles: Int[Array, "1"],
   w_gate_up: Float[Array, "E H 2 I"],
+  token: Int[Array, "M"] | None = None,
   *,
+  movers: gather.Movers | None = None,
   clamp: float | None = None,
   columns: int,
   stages: int,
   band: int,
   num_sms: int,
-) -> tuple[Float[Array, "M I"], Float[Array, "M II"]]:
+) -> tuple[Array, ...]:
   """silu(x Wg) * (x Wu) and its pre-activations, for rows in tiles.
 
   Args:
-    x: rows grouped by expert, in tiles of 128 or 64.
+    x: rows grouped by expert, in tiles of 128 or 64; or tokens, [T, H].
     tile_expert: the expert of each tile.
     num_tiles: how many tiles to compute; the others stay undefined.
     w_gate_up: weights; gate at [:, :, 0], up at [:, :, 1].
+    token: the token of each row, if x holds tokens.
+    movers: who gathers them.
     clamp: limit of the pre-activations, see `swiglu`.
     columns: columns of I a tile, 64 or 128; 128 if tiles have 64 rows.
     stages: TMA stages.
@@ -44,19 +48,39 @@ def gate_up(
     num_sms: blocks; no result depends on it.
 
   Returns:
-    The activation, and gate and up side by side.
+    The activation, [M, I], and gate and up side by side, [M, 2 I].
   """
-  (rows, width), (experts, _, _, inner) = x.shape, w_gate_up.shape
+  width, (experts, _, _, inner) = x.shape[1], w_gate_up.shape
+  rows = len(x if token is None else token)
   dtype, tile_rows = x.dtype, rows // len(tile_expert)
   weights = w_gate_up.reshape(experts, width, 2 * inner)
   specs = (
-    engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype),
+    gather.block(tile_rows, width, dtype)
+    if movers
+    else engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype),
     engine.block((DEPTH, columns), lambda i: (i, 0), dtype),
     engine.block((DEPTH, columns), lambda i: (i, 0), dtype),
   )
   chunk = engine.store_columns(dtype)
 
-  def body(expert_ref, count_ref, x_ref, w_ref, act_ref, pre_ref):
+  def body(expert_ref, count_ref, w_ref, *rest):
+    if movers:
+      token_ref, source_ref, act_ref, pre_ref, x_ref = rest
+    else:
+      x_ref, act_ref, pre_ref = rest
+      token_ref = source_ref = None
+    refs = expert_ref, count_ref, x_ref, w_ref, act_ref, pre_ref
+    gather.beside(
+      functools.partial(compute, *refs),
+      movers,
+      token_ref,
+      source_ref,
+      x_ref,
+      count_ref[0],
+      tile_rows=tile_rows,
+    )
+
+  def compute(expert_ref, count_ref, x_ref, w_ref, act_ref, pre_ref, ready):
     w0 = w_ref.at[0]
 
     @functools.partial(
@@ -68,8 +92,9 @@ def gate_up(
     def _(ring, staged):
       mine = engine.share(tile_rows, columns)
 
-      @engine.walk(count_ref[0], inner // columns, band)
+      @engine.walk(count_ref[0], inner // columns, band, gather.skipped(movers))
       def _(row_tile, column_tile):
+        ready(row_tile)
         expert = expert_ref[row_tile]
         at_rows = pl.ds(row_tile * tile_rows, tile_rows)
         first = column_tile * columns
@@ -117,9 +142,16 @@ def gate_up(
     jax.ShapeDtypeStruct((rows, inner), dtype),
     jax.ShapeDtypeStruct((rows, 2 * inner), dtype),
   ]
-  operands = (tile_expert, num_tiles, x, weights)
-  return tuple(
-    engine.launch(
-      body, out_type, *operands, num_sms=num_sms, name="moe_gate_up"
-    )
+  if movers:
+    out_type.append(gather.out_type(x, rows))
+    arrays = (token, gather.in_pieces(x))
+  else:
+    arrays = (x,)
+  act, pre, *_ = engine.launch(
+    body,
+    out_type,
+    *(tile_expert, num_tiles, weights, *arrays),
+    num_sms=num_sms,
+    name="moe_gather_gate_up" if movers else "moe_gate_up",
   )
+  return act, pre

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe.mosaic import layout, tiles
 from pallas_kernels.moe.mosaic.gate_up import gate_up
+from pallas_kernels.moe.mosaic.gather import Movers
 from pallas_kernels.moe.mosaic.matmul import matmul
 from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
 from pallas_kernels.moe.mosaic.weight_gradient import weight_gradient
@@ -57,6 +58,7 @@ def apply(
   out_dtype=None,
   clamp: float | None = None,
   grad_totals=None,
+  overlap: Movers | None = None,
 ) -> Float[Array, "T H"]:
   """The layer of `moe_ffn`, by Mosaic kernels.
 
@@ -70,6 +72,7 @@ def apply(
       (all, by default). It sizes the tiles.
     out_dtype: dtype of the result, x.dtype by default.
     clamp: limit of the pre-activations, or None.
+    overlap: private until it has run: gathers beside multiplications, by these.
     grad_totals: float32 weight gradients to add to, see `moe_ffn`, or None.
 
   Returns:
@@ -77,7 +80,7 @@ def apply(
   """
   out_dtype = jnp.dtype(out_dtype or x.dtype)
   tile = tiles.tile_rows(expected_rows or expert_ids.size, *w_down.shape)
-  static = Static(out_dtype, clamp, tile)
+  static = Static(out_dtype, clamp, tile, overlap)
   return _moe(static, x, expert_ids, gates, w_gate_up, w_down, grad_totals)
 
 
@@ -88,6 +91,7 @@ class Static:
   out_dtype: Any
   clamp: float | None
   tile: int
+  overlap: Movers | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,10 +103,16 @@ def _forward(static, x, expert_ids, gates, w_gate_up, w_down, totals):
   experts, inner, width = w_down.shape
   table = layout.build(expert_ids, experts, static.tile)
   used = table.tile_expert, table.num_tiles
-  rows = take(x, _token(table, gates))
+  token, movers = _token(table, gates), static.overlap
   choice = tiles.gate_up(width, inner, static.tile)
   act, pre = gate_up(
-    rows, *used, w_gate_up, clamp=static.clamp, **choice.arguments()
+    x if movers else take(x, token),
+    *used,
+    w_gate_up,
+    token if movers else None,
+    movers=movers,
+    clamp=static.clamp,
+    **choice.arguments(),
   )
   choice = tiles.matmul(inner, width, static.tile)
   out = matmul(act, *used, w_down, transposed=False, **choice.arguments())
@@ -115,23 +125,38 @@ def _backward(static, residuals, dy):
   experts, inner, width = w_down.shape
   used = table.tile_expert, table.num_tiles
   groups = table.start, table.size, table.order
-  token = _token(table, gates)
-  d_rows = take(dy.astype(x.dtype), token)
+  token, movers = _token(table, gates), static.overlap
+  dy = dy.astype(x.dtype)
+  d_rows = None if movers else take(dy, token)
   weight = take(gates.reshape(-1), table.slot_row)
 
   choice = tiles.swiglu_gradient(width, inner, static.tile)
-  d_pre, act, products = swiglu_gradient(
-    d_rows,
+  d_pre, act, products, *gathered = swiglu_gradient(
+    dy if movers else d_rows,
     weight,
     pre,
     *used,
     w_down,
+    token if movers else None,
+    movers=movers,
     clamp=static.clamp,
     **choice.arguments(),
   )
   choice = tiles.matmul(2 * inner, width, static.tile)
   flat = w_gate_up.reshape(experts, width, 2 * inner)
-  d_x_rows = matmul(d_pre, *used, flat, transposed=True, **choice.arguments())
+  d_x_rows = matmul(
+    d_pre,
+    *used,
+    flat,
+    *((x, token) if movers else ()),
+    movers=movers,
+    transposed=True,
+    **choice.arguments(),
+  )
+  if movers:
+    (d_rows,), (d_x_rows, x_rows) = gathered, d_x_rows
+  else:
+    x_rows = take(x, token)
 
   def of_weights(rows, d, weights, total):
     if total is not None:
@@ -150,9 +175,7 @@ def _backward(static, residuals, dy):
 
   total_gate_up, total_down = totals or (None, None)
   d_down, total_down = of_weights(act, d_rows, w_down, total_down)
-  d_gate_up, total_gate_up = of_weights(
-    take(x, token), d_pre, w_gate_up, total_gate_up
-  )
+  d_gate_up, total_gate_up = of_weights(x_rows, d_pre, w_gate_up, total_gate_up)
   return (
     _combine(table, d_x_rows).astype(x.dtype),
     None,

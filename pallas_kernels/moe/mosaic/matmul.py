@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe.mosaic import engine
+from pallas_kernels.moe.mosaic import engine, gather
 from pallas_kernels.moe.mosaic.engine import DEPTH
 
 
@@ -22,13 +22,16 @@ def matmul(
   tile_expert: Int[Array, "tiles"],
   num_tiles: Int[Array, "1"],
   weights: Float[Array, "E B C"],
+  tokens: Float[Array, "T H"] | None = None,
+  token: Int[Array, "M"] | None = None,
   *,
+  movers: gather.Movers | None = None,
   transposed: bool,
   columns: int,
   stages: int,
   band: int,
   num_sms: int,
-) -> Float[Array, "M D"]:
+) -> Float[Array, "M D"] | tuple[Array, Array]:
   """Computes x W[expert], or x W[expert]^T if `transposed`, for rows in tiles.
 
   Args:
@@ -36,12 +39,18 @@ def matmul(
     tile_expert: the expert of each tile.
     num_tiles: how many tiles to compute; the others stay undefined.
     weights: [E, A, D], or [E, D, A] if transposed.
+    tokens: what to gather beside the multiplication, for another kernel.
+    token: the token of each row.
+    movers: who gathers them, or None.
     transposed: whether to multiply by the transpose.
     columns: columns of D a tile, a multiple of 64 up to 256; of 128 if tiles
       have 64 rows.
     stages: TMA stages.
     band: row tiles walked together, a power of two.
     num_sms: blocks; no result depends on it.
+
+  Returns:
+    The products; with movers, also tokens[token], [M, H].
   """
   rows, width = x.shape
   tile_rows = rows // len(tile_expert)
@@ -54,7 +63,23 @@ def matmul(
     w_spec = engine.block((DEPTH, columns), lambda i: (i, 0), dtype)
   specs = (engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype), w_spec)
 
-  def body(expert_ref, count_ref, x_ref, w_ref, y_ref):
+  def body(expert_ref, count_ref, x_ref, w_ref, *rest):
+    if movers:
+      token_ref, source_ref, y_ref, rows_ref = rest
+    else:
+      (y_ref,), token_ref, source_ref, rows_ref = rest, None, None, None
+    gather.beside(
+      functools.partial(compute, expert_ref, count_ref, x_ref, w_ref, y_ref),
+      movers,
+      token_ref,
+      source_ref,
+      rows_ref,
+      count_ref[0],
+      tile_rows=tile_rows,
+      wait=False,
+    )
+
+  def compute(expert_ref, count_ref, x_ref, w_ref, y_ref, _):
     @functools.partial(
       pl.run_scoped,
       ring=engine.ring((x_ref, w_ref.at[0]), specs=specs, stages=stages),
@@ -64,7 +89,12 @@ def matmul(
     def _(ring, staged):
       mine = engine.share(tile_rows, columns)
 
-      @engine.walk(count_ref[0], out_width // columns, band)
+      @engine.walk(
+        count_ref[0],
+        out_width // columns,
+        band,
+        gather.skipped(movers),
+      )
       def _(row_tile, column_tile):
         at_rows = pl.ds(row_tile * tile_rows, tile_rows)
         first = column_tile * columns
@@ -103,13 +133,16 @@ def matmul(
 
       engine.finish()
 
-  return engine.launch(
+  out_type = [jax.ShapeDtypeStruct((rows, out_width), dtype)]
+  arrays = ()
+  if movers:
+    out_type.append(gather.out_type(tokens, rows))
+    arrays = (token, gather.in_pieces(tokens))
+  y, *gathered = engine.launch(
     body,
-    jax.ShapeDtypeStruct((rows, out_width), dtype),
-    tile_expert,
-    num_tiles,
-    x,
-    weights,
+    out_type,
+    *(tile_expert, num_tiles, x, weights, *arrays),
     num_sms=num_sms,
     name="moe_matmul_transposed" if transposed else "moe_matmul",
   )
+  return (y, gathered[0].reshape(rows, -1)) if movers else y

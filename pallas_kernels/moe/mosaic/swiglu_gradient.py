@@ -20,33 +20,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe.mosaic import engine, swiglu
+from pallas_kernels.moe.mosaic import engine, gather, swiglu
 from pallas_kernels.moe.mosaic.engine import DEPTH, WARPGROUP_ROWS
 
 
 def swiglu_gradient(
-  dy: Float[Array, "M H"],
+  dy: Float[Array, "rows H"],
   weight: Float[Array, "M"],
   pre: Float[Array, "M II"],
   tile_expert: Int[Array, "tiles"],
   num_tiles: Int[Array, "1"],
   w_down: Float[Array, "E I H"],
+  token: Int[Array, "M"] | None = None,
   *,
+  movers: gather.Movers | None = None,
   clamp: float | None = None,
   columns: int,
   stages: int,
   band: int,
   num_sms: int,
-) -> tuple[Float[Array, "M II"], Float[Array, "M I"], Float[Array, "parts M"]]:
+) -> tuple[Array, ...]:
   """Gradients of gate, up and gate weights, and the weighted activation.
 
   Args:
-    dy: rows of the output gradient, not yet times the gate weight.
+    dy: rows of the output gradient, not yet times the gate weight; or that of
+      the tokens, [T, H].
     weight: float32 gate weight of each row.
     pre: gate and up pre-activations side by side.
     tile_expert: the expert of each tile.
     num_tiles: how many tiles to compute; the others stay undefined.
     w_down: weights.
+    token: the token of each row, if dy is the tokens'.
+    movers: who gathers them.
     clamp: limit of the pre-activations, see `swiglu`.
     columns: columns of I a tile, a multiple of 64 up to 256.
     stages: TMA stages.
@@ -54,15 +59,19 @@ def swiglu_gradient(
     num_sms: blocks; no result depends on it.
 
   Returns:
-    The gradients of gate and up side by side; weight * A; and, for each tile of
-    columns of I (half of one, if tiles have 64 rows), the row sums of dA' * A
-    in float32.
+    The gradients of gate and up side by side, [M, 2 I]; weight * A, [M, I];
+    and, for each tile of columns of I (half of one, if tiles have 64 rows), the
+    row sums of dA' * A in float32, [parts, M]; with movers, also the gathered
+    rows of dy, [M, H].
   """
-  (rows, width), inner = dy.shape, w_down.shape[1]
+  _, inner, width = w_down.shape
+  rows = len(weight)
   dtype, tile_rows = dy.dtype, rows // len(tile_expert)
   chunk = engine.store_columns(dtype)
   specs = (
-    engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype),
+    gather.block(tile_rows, width, dtype)
+    if movers
+    else engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype),
     engine.block((columns, DEPTH), lambda i: (0, i), dtype),
   )
   # Of each consumer: two slots of gate and up, and one for what leaves as A.
@@ -71,8 +80,27 @@ def swiglu_gradient(
   pre_chunks = plgpu.SMEM((2, 2, 2, *shape), dtype, transforms=swizzle)
   act_chunk = plgpu.SMEM((2, *shape), dtype, transforms=swizzle)
 
-  def body(expert_ref, count_ref, dy_ref, weight_ref, pre_ref, w_ref, *outputs):
-    d_pre_ref, act_ref, d_weight_ref = outputs
+  def body(expert_ref, count_ref, weight_ref, pre_ref, w_ref, *rest):
+    if movers:
+      token_ref, source_ref, *outputs, dy_ref = rest
+    else:
+      dy_ref, *outputs = rest
+      token_ref = source_ref = None
+    inputs = expert_ref, count_ref, dy_ref, weight_ref, pre_ref, w_ref
+    gather.beside(
+      functools.partial(compute, *inputs, *outputs),
+      movers,
+      token_ref,
+      source_ref,
+      dy_ref,
+      count_ref[0],
+      tile_rows=tile_rows,
+    )
+
+  def compute(
+    expert_ref, count_ref, dy_ref, weight_ref, pre_ref, w_ref,
+    d_pre_ref, act_ref, d_weight_ref, ready,
+  ):  # fmt: skip
 
     @functools.partial(
       pl.run_scoped,
@@ -86,8 +114,9 @@ def swiglu_gradient(
     def _(ring, chunks, acts, arrived):
       me, mine = lax.axis_index("wg"), engine.share(tile_rows, columns)
 
-      @engine.walk(count_ref[0], inner // columns, band)
+      @engine.walk(count_ref[0], inner // columns, band, gather.skipped(movers))
       def _(row_tile, column_tile):
+        ready(row_tile)
         at_rows = pl.ds(row_tile * tile_rows, tile_rows)
         first = column_tile * columns
 
@@ -173,9 +202,16 @@ def swiglu_gradient(
     jax.ShapeDtypeStruct((rows, inner), dtype),
     jax.ShapeDtypeStruct((parts, rows), jnp.float32),
   ]
-  operands = (tile_expert, num_tiles, dy, weight, pre, w_down)
-  return tuple(
-    engine.launch(
-      body, out_type, *operands, num_sms=num_sms, name="moe_swiglu_gradient"
-    )
+  if movers:
+    out_type.append(gather.out_type(dy, rows))
+    arrays = (token, gather.in_pieces(dy))
+  else:
+    arrays = (dy,)
+  *result, last = engine.launch(
+    body,
+    out_type,
+    *(tile_expert, num_tiles, weight, pre, w_down, *arrays),
+    num_sms=num_sms,
+    name="moe_gather_swiglu_gradient" if movers else "moe_swiglu_gradient",
   )
+  return (*result, last.reshape(rows, -1) if movers else last)

@@ -15,8 +15,9 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.moe import mosaic
-from pallas_kernels.moe.mosaic import tiles
+from pallas_kernels.moe.mosaic import gather, tiles
 from pallas_kernels.moe.mosaic.gate_up import gate_up
+from pallas_kernels.moe.mosaic.gather import Movers
 from pallas_kernels.moe.mosaic.matmul import matmul
 from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
 from pallas_kernels.moe.mosaic.weight_gradient import weight_gradient
@@ -39,19 +40,33 @@ def kernels(dtype):
   groups = (int32(E), int32(E), int32(E))
   up, down = array(E, H, 2, I), array(E, I, H)
 
+  def layer(tokens):
+    routes = (tokens, K)
+    x = array(tokens, H)
+    return x, int32(*routes), float32(*routes), up, down, x
+
   def bound(kernel, choice, **static):
     return functools.partial(kernel, **choice.arguments(), **static)
 
   wide = tiles.weight_gradient(H, 2 * I)
   split = tiles.weight_gradient(64, 2 * I)
   return {
-    "layer": (
-      _forward_backward,
-      (array(T, H), int32(T, K), float32(T, K), up, down, array(T, H)),
-    ),
+    "layer": (_forward_backward, layer(T)),
     "layer_few_rows": (
       functools.partial(_forward_backward, clamp=10.0),
-      (array(FEW, H), int32(FEW, K), float32(FEW, K), up, down, array(FEW, H)),
+      layer(FEW),
+    ),
+    "layer_checkpoint": (
+      functools.partial(_forward_backward, checkpoint=True),
+      layer(T),
+    ),
+    "layer_overlap": (
+      functools.partial(_forward_backward, overlap=Movers(12, 32)),
+      layer(T),
+    ),
+    "gather": (
+      functools.partial(gather.rows, tile_rows=128, num_sms=132),
+      (array(T, H), int32(M), int32(1)),
     ),
     "gate_up": (
       bound(gate_up, tiles.gate_up(H, I)),
@@ -84,10 +99,14 @@ def kernels(dtype):
   }
 
 
-def _forward_backward(x, expert_ids, gates, w_gate_up, w_down, dy, clamp=None):
+def _forward_backward(
+  x, expert_ids, gates, w_gate_up, w_down, dy, checkpoint=False, **options
+):
   def layer(x, gates, w_gate_up, w_down):
-    return mosaic.apply(x, expert_ids, gates, w_gate_up, w_down, clamp=clamp)
+    return mosaic.apply(x, expert_ids, gates, w_gate_up, w_down, **options)
 
+  if checkpoint:
+    layer = jax.checkpoint(layer)
   y, pullback = jax.vjp(layer, x, gates, w_gate_up, w_down)
   return (y, *pullback(dy))
 
