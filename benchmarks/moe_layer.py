@@ -25,6 +25,7 @@ from benchmarks.moe_shapes import SHAPES, named
 
 IMPLEMENTATIONS = (
   "mosaic",
+  "mosaic_overlap",
   "xla",
   "ragged_dot",
   "pallas",

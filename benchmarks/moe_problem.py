@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import xla_moe
 from pallas_kernels.moe import movement
-from pallas_kernels.moe.mosaic import layout, tiles
+from pallas_kernels.moe.mosaic import gather, layout, tiles
 from pallas_kernels.moe.mosaic.gate_up import gate_up
 from pallas_kernels.moe.mosaic.matmul import matmul
 from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
@@ -161,6 +161,24 @@ def _gather(source, p, _):
   return Stage(call, 0, 4 * T * K * H, error)
 
 
+def _gather_by_copies(p, _):
+  T, H, _, _, K = p.shape
+
+  def error(rows):
+    return relative(rows[p.sample], p.x[p.token[p.sample]])
+
+  kernel = jax.jit(
+    functools.partial(gather.rows, tile_rows=p.tile, num_sms=tiles.sm_count())
+  )
+  return Stage(
+    _call(kernel, p.x, p.token, p.table.num_tiles),
+    0,
+    4 * T * K * H,
+    error,
+    p.real,
+  )
+
+
 def _combine(p, _):
   T, H, _, _, K = p.shape
 
@@ -178,7 +196,7 @@ def _combine(p, _):
   return Stage(call, 0, 2 * (T * K + T) * H, error)
 
 
-def _gate_up(p, changes):
+def _gate_up(p, changes, gathers=False):
   T, H, I, E, K = p.shape  # noqa: E741
 
   def error(result):
@@ -189,7 +207,10 @@ def _gate_up(p, changes):
 
   size = 2 * (T * K * (H + 3 * I) + 2 * E * H * I)
   return _kernel(
-    p, changes, tiles.gate_up, (H, I), gate_up, (p.rows, *p.used, p.w_gate_up),
+    p, changes, tiles.gate_up, (H, I), gate_up,
+    (p.x, *p.used, p.w_gate_up, p.token) if gathers
+    else (p.rows, *p.used, p.w_gate_up),
+    gathers=gathers,
     flops=4 * T * K * H * I, bytes=size, error=error,
   )  # fmt: skip
 
@@ -211,28 +232,34 @@ def _down(p, changes):
   )  # fmt: skip
 
 
-def _d_rows(p, changes):
+def _d_rows(p, changes, gathers=False):
   T, H, I, E, K = p.shape  # noqa: E741
 
-  def error(d_rows):
+  def error(result):
+    d_rows, *rows = result if gathers else (result,)
+    if rows and relative(rows[0][p.sample], p.x[p.token[p.sample]]):
+      return float("nan")  # A copy is exact or wrong.
     d_pre, w = p.d_pre[p.sample], p.flat[p.sample_expert]
     return relative(d_rows[p.sample], product("mi,mhi->mh", d_pre, w))
 
   return _kernel(
     p, changes, tiles.matmul, (2 * I, H),
     functools.partial(matmul, transposed=True),
-    (p.d_pre, *p.used, p.flat),
+    (p.d_pre, *p.used, p.flat, *((p.x, p.token) if gathers else ())),
+    gathers=gathers,
     flops=4 * T * K * H * I,
     bytes=2 * (T * K * (H + 2 * I) + 2 * E * H * I),
     error=error,
   )  # fmt: skip
 
 
-def _swiglu_gradient(p, changes):
+def _swiglu_gradient(p, changes, gathers=False):
   T, H, I, E, K = p.shape  # noqa: E741
 
   def error(result):
-    d_pre, act, products = result
+    d_pre, act, products, *rows = result
+    if rows and relative(rows[0][p.sample], p.d_rows[p.sample]):
+      return float("nan")  # A copy is exact or wrong.
     w = p.w_down[p.sample_expert]
     d_act = product("mh,mih->mi", p.d_rows[p.sample], w)
     gate, up = jnp.split(p.pre[p.sample].astype(jnp.float32), 2, axis=1)
@@ -247,7 +274,9 @@ def _swiglu_gradient(p, changes):
 
   return _kernel(
     p, changes, tiles.swiglu_gradient, (H, I), swiglu_gradient,
-    (p.d_rows, p.weight, p.pre, *p.used, p.w_down),
+    (p.dy, p.weight, p.pre, *p.used, p.w_down, p.token) if gathers
+    else (p.d_rows, p.weight, p.pre, *p.used, p.w_down),
+    gathers=gathers,
     flops=2 * T * K * H * I,
     bytes=2 * (T * K * (H + 5 * I) + E * H * I),
     error=error,
@@ -285,30 +314,44 @@ def _weight_gradient(left, right, p, changes):
   )  # fmt: skip
 
 
-def _kernel(p, changes, choose, dimensions, kernel, operands, **facts):
+# How rows are gathered beside a multiplication, unless a job says otherwise.
+MOVERS = {"movers": 12, "minibatch": 32}
+
+
+def _kernel(
+  p, changes, choose, dimensions, kernel, operands, *, gathers=False, **facts
+):
   changes = {k: v for k, v in changes.items() if k != "rows"}
+  if gathers:
+    blocks, minibatch = (changes.pop(k, v) for k, v in MOVERS.items())
+    kernel = functools.partial(kernel, movers=gather.Movers(blocks, minibatch))
   of_rows = choose is not tiles.weight_gradient
   choice = choose(*dimensions, p.tile) if of_rows else choose(*dimensions)
   choice = dataclasses.replace(choice, **changes)
-  width = facts.pop("width", dimensions[1])
-  if width % choice.columns:
-    raise ValueError(f"{width} columns are not a multiple of {choice.columns}.")
+  if dimensions[1] % choice.columns:
+    raise ValueError(
+      f"{dimensions[1]} columns are not a multiple of {choice.columns}."
+    )
   chosen = choice.arguments()
   jitted = jax.jit(functools.partial(kernel, **chosen))
   del chosen["num_sms"]
   rows = p.tile if of_rows else tiles.gradient_rows(dimensions[0])
-
-  def call():
-    with interpreted():
-      return jitted(*operands)
-
   return Stage(
-    call,
+    _call(jitted, *operands),
     defined=p.real if of_rows else None,
     chosen=chosen,
-    key=tiles.key(choose.__name__, *dimensions, rows=rows),
+    # What gathers too is no guide to the tiles of a kernel that doesn't.
+    key="" if gathers else tiles.key(choose.__name__, *dimensions, rows=rows),
     **facts,
   )
+
+
+def _call(function, *operands):
+  def call():
+    with interpreted():
+      return function(*operands)
+
+  return call
 
 
 def interpreted():
@@ -360,6 +403,10 @@ STAGES = {
   "gather_dy": functools.partial(_gather, "dy"),
   "swiglu_gradient": _swiglu_gradient,
   "d_rows": _d_rows,
+  "gather_by_copies": _gather_by_copies,
+  "gather+gate_up": functools.partial(_gate_up, gathers=True),
+  "gather+swiglu": functools.partial(_swiglu_gradient, gathers=True),
+  "gather+d_rows": functools.partial(_d_rows, gathers=True),
   "d_w_down": functools.partial(_weight_gradient, "act", "d_rows"),
   "d_w_gate_up": functools.partial(_weight_gradient, "rows", "d_pre"),
 }

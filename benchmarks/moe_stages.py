@@ -13,9 +13,11 @@ holds NaN, counts for no FLOPs, and must not reach a result. On a CPU kernels
 are interpreted and not timed.
 
 `--tiles` measures every combination beside the rule's; `rows=64` or 128 is the
-height of a tile. `--write` puts the fastest correct tiles of each kernel that
-beat the rule's by 1 % into a copy of the table that the package ships
-(`pallas_kernels/moe/mosaic/tuned.json`).
+height of a tile. For stages that gather beside a multiplication, `movers=12,24`
+is how many SMs do, `minibatch=32` how many row tiles they hand over at once
+(these stages can't be interpreted, but gather+d_rows). `--write` puts the
+fastest correct tiles of each kernel that beat the rule's by 1 % into a copy of
+the table that the package ships (`pallas_kernels/moe/mosaic/tuned.json`).
 """
 
 import itertools
@@ -38,6 +40,10 @@ RATES = {
   "d_rows": (680, "matmul"),
   "d_w_down": (755, "weight_gradient"),
   "d_w_gate_up": (690, "weight_gradient"),
+  "gather_by_copies": (0, ""),
+  "gather+gate_up": (637, "gate_up"),
+  "gather+swiglu": (590, "swiglu_gradient"),
+  "gather+d_rows": (620, "matmul"),
 }
 BYTES_PER_SECOND = 4.1e12
 COLUMNS = {
@@ -101,8 +107,19 @@ def make_jobs(args):
     for shape in named(args.shapes)
     for routing in args.routing.split(",")
     for stage in stages
-    for tiles in (combinations(args.tiles) if RATES[stage][1] else [{}])
+    for tiles in of_stage(stage, combinations(args.tiles))
   ]
+
+
+def of_stage(stage, tiles):
+  """Keeps what means something to a stage: tiles, movers."""
+  if not RATES[stage][1]:
+    return [{}]
+  names = {"columns", "stages", "band", "rows"}
+  if stage.startswith("gather+"):
+    names |= {"movers", "minibatch"}
+  kept = [{k: v for k, v in one.items() if k in names} for one in tiles]
+  return [one for n, one in enumerate(kept) if one not in kept[:n]]
 
 
 def combinations(text):
@@ -118,7 +135,9 @@ def best_tiles(rows, table):
   """Adds to the table what beat the rule, and was right."""
   kernels = {}
   for row in rows:
-    if row.get("ms") and row["key"] and _right(row):
+    # The columns of the SwiGLU gradient are part of its result, see tiles.py.
+    free = "swiglu" not in row.get("key", "") or "columns" not in row["tiles"]
+    if row.get("ms") and row["key"] and _right(row) and free:
       kernels.setdefault((row["chip"], row["key"]), []).append(row)
   for (chip, key), measured in kernels.items():
     rule = [row["ms"] for row in measured if not row["tiles"]]

@@ -69,6 +69,9 @@ def test_the_table_of_tiles_takes_what_is_faster_and_right():
   for wrong in ({"error": float("nan")}, {"bitwise": False}, {"key": ""}):
     rows = [row(2.0, {}), row(1.0, {"band": 4}, **wrong)]
     assert not any(moe_stages.best_tiles(rows, {}).values())
+  key = "swiglu_gradient_1x2_r128"
+  rows = [row(2.0, {}, key=key), row(1.0, {"columns": 64}, key=key)]
+  assert not any(moe_stages.best_tiles(rows, {}).values())
   rows = [row(2.0, {}), row(1.99, {"band": 4}), {"error": "crash"}]
   assert not any(moe_stages.best_tiles(rows, {}).values())
 
@@ -79,3 +82,7 @@ def test_combinations_begin_with_the_rule():
     {}, {"columns": 256, "band": 4}, {"columns": 128, "band": 4}
   ]  # fmt: skip
   assert moe_stages.combinations("") == [{}]
+  found = moe_stages.combinations("band=4 movers=8,16")
+  assert moe_stages.of_stage("down", found) == [{}, {"band": 4}]
+  assert moe_stages.of_stage("gather+gate_up", found) == found
+  assert moe_stages.of_stage("combine", found) == [{}]
