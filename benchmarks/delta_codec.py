@@ -96,7 +96,8 @@ def measure(case: str, pairs: list, fireworks_python: str = "") -> list[dict]:
       return [codec.encode(base, new) for base, new in pairs]
 
     # A codec's loops are compiled, or its pages touched, when first used.
-    codec.encode(*pairs[0])
+    base, new = pairs[0]
+    codec.decode(base, codec.encode(base, new), outs[0])
     coded, encode_s = timed(encode_all)
 
     def decode_all(codec=codec, coded=coded):
