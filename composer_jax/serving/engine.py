@@ -472,11 +472,10 @@ class Engine:
     """Lets others find its whole pages, if one version computed them."""
     if not self.config.prefix_sharing:
       return
-    versions, root = frozenset(live.cache_versions), self._root(self.version)
-    mixed = versions != {self.version} and not self.config.share_across_versions
-    if mixed or live.cache_root != root:
+    versions = frozenset(live.cache_versions)
+    if versions != {self.version} and not self.config.share_across_versions:
       return
-    live.extend_keys(root, self.config.page_size)
+    live.extend_keys(self._root(self.version), self.config.page_size)
     whole = min(live.computed, len(live.tokens)) // self.config.page_size
     for nth in range(live.registered, whole):
       self._cache.register(live.pages[nth], live.keys[nth], versions)

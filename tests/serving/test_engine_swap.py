@@ -288,3 +288,43 @@ def test_probabilities_are_of_the_version_that_sampled():
       completion.__class__(**{**vars(completion), "versions": wrong}),
     )
   assert distribution(np.zeros(4), SamplingParams()).tolist() == [0.25] * 4
+
+
+def next_turns(served, asked, completions):
+  """Cached tokens of a next turn of each request."""
+  cached = []
+  for request, completion in zip(asked, completions, strict=True):
+    turn = Request(
+      np.concatenate([request.prompt, completion.token_ids]), greedy(4)
+    )
+    (after,) = served.generate([turn])
+    assert not after.stale_cache.any()
+    check("gqa-sigmoid", turn, after)
+    cached.append(after.cached_tokens)
+  return cached
+
+
+def test_a_kept_cache_is_found_only_where_one_version_made_it():
+  served = engine("gqa-sigmoid")
+  # The third has a row and pages at the swap, but nothing in them yet.
+  asked = [Request(prompt(20, seed), greedy(8)) for seed in range(3)]
+  ids, events = start(served, asked, 1)
+  served.set_weights(case("gqa-sigmoid").weights[1], 1, cache="keep")
+  completions = finish(served, events)
+  # Backwards, before its pages give way to the turns of the others.
+  completions = [completions[i] for i in ids[::-1]]
+  assert next_turns(served, asked[::-1], completions) == [24, 0, 0]
+
+
+def test_a_kept_cache_stays_mixed_when_its_first_version_returns():
+  served, weights = engine("gqa-sigmoid"), case("gqa-sigmoid").weights
+  asked = [Request(prompt(20), greedy(8))]
+  ids, events = start(served, asked, 1)
+  for version in (1, 0):
+    served.set_weights(weights[version], version, cache="keep")
+    events[ids[0]] += served.step()
+  completion = finish(served, events)[ids[0]]
+  assert set(completion.versions.tolist()) == {0}
+  assert completion.stale_cache.all()
+  # Of its first chunk of six tokens, one whole page.
+  assert next_turns(served, asked, [completion]) == [4]
