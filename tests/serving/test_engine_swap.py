@@ -306,14 +306,16 @@ def next_turns(served, asked, completions):
 
 def test_a_kept_cache_is_found_only_where_one_version_made_it():
   served = engine("gqa-sigmoid")
-  # The third has a row and pages at the swap, but nothing in them yet.
-  asked = [Request(prompt(20, seed), greedy(8)) for seed in range(3)]
+  # At the swap the first is inside its first page; the third has a row and
+  # pages, but nothing in them yet.
+  lengths = (2, 20, 20)
+  asked = [Request(prompt(n, i), greedy(8)) for i, n in enumerate(lengths)]
   ids, events = start(served, asked, 1)
   served.set_weights(case("gqa-sigmoid").weights[1], 1, cache="keep")
   completions = finish(served, events)
-  # Backwards, before its pages give way to the turns of the others.
-  completions = [completions[i] for i in ids[::-1]]
-  assert next_turns(served, asked[::-1], completions) == [24, 0, 0]
+  # Before their pages give way to others.
+  completions = [completions[ids[i]] for i in (0, 2)]
+  assert next_turns(served, asked[::2], completions) == [0, 24]
 
 
 def test_a_kept_cache_stays_mixed_when_its_first_version_returns():
