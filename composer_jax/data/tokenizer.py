@@ -56,6 +56,21 @@ _OURS = [names[0] for names in _CONTROL]
 MIN_VOCAB_SIZE = 256 + len(_OURS)
 
 
+def _byte_of_character() -> dict[str, int]:
+  """The character that a byte-level BPE writes for each byte, the other way.
+
+  As GPT-2 has it (Radford et al. 2019): a byte that is printable in Latin-1
+  stands for itself, the others for the characters from U+0100 on, in order.
+  """
+  printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  others = (byte for byte in range(256) if byte not in printable)
+  table = {chr(byte): byte for byte in printable}
+  return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
+
+
 class Tokenizer:
   """Text to token ids and back.
 
@@ -185,23 +200,41 @@ class Tokenizer:
   def token_bytes(self) -> Int32[np.ndarray, " V"]:
     """Bytes of UTF-8 that each token stands for; 0 for special tokens.
 
+    As exact as `spellings`.
+    """
+    counts = np.array([len(spelling) for spelling in self.spellings], np.int32)
+    special = [t["id"] for t in self._added.values() if t["special"]]
+    counts[special] = 0
+    return counts
+
+  @functools.cached_property
+  def spellings(self) -> list[bytes]:
+    """The bytes of UTF-8 that each token is decoded to, by id.
+
+    Control tokens are spelled out; an id without a token has no bytes. A token
+    may end within a character, which the next ones complete.
+
     Exact for byte-level BPE. For others, what the token's own spelling says:
     one byte for a `<0x0A>`, a space for a `\u2581`; a normaliser that changes
     text before it is split is not seen.
     """
     byte_level = "ByteLevel" in json.dumps(self._spec.get("decoder"))
-    counts = np.zeros(self.vocab_size, np.int32)
+    spellings = [b""] * self.vocab_size
     for token, index in self._backend.get_vocab().items():
-      if token in self._added:
-        special = self._added[token]["special"]
-        counts[index] = 0 if special else len(token.encode())
-      elif byte_level:  # One character a byte.
-        counts[index] = len(token)
+      if byte_level and all(char in _BYTE_OF for char in token):
+        spellings[index] = bytes(_BYTE_OF[char] for char in token)
+      elif byte_level or token in self._added:
+        spellings[index] = token.encode()
       elif re.fullmatch("<0x[0-9A-F]{2}>", token):
-        counts[index] = 1
+        spellings[index] = bytes.fromhex(token[3:5])
       else:
-        counts[index] = len(token.replace("\u2581", " ").encode())
-    return counts
+        spellings[index] = token.replace("\u2581", " ").encode()
+    return spellings
+
+  def token_id(self, name: str) -> int | None:
+    """The id of a control token by its name; None if there is none such."""
+    token = self._added.get(name)
+    return token["id"] if token and token["special"] else None
 
   def _find(self, names: Sequence[str]) -> int | None:
     found = [self._added[name]["id"] for name in names if name in self._added]

@@ -128,6 +128,16 @@ class Subscriber:
       digests = {v: m.digest for v, m in self.chain.versions.items()}
       self._held = self._cache.load(digests, self._wants)
 
+  @property
+  def pinned(self) -> int | None:
+    """The version that `update` stays at, if it is told to."""
+    return self._policy.pinned
+
+  @property
+  def skipped(self) -> frozenset[int]:
+    """Versions that are never exposed."""
+    return self._policy.skipped
+
   def update(self, version: int | None = None) -> Weights | None:
     """Gets a version and exposes it.
 

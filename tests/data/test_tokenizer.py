@@ -34,6 +34,7 @@ def test_round_trip_bytes_and_no_control_tokens(text):
   (ids,) = OURS.encode_batch([text])
   assert OURS.decode(ids) == text
   assert OURS.token_bytes[ids].sum() == len(text.encode())
+  assert b"".join(OURS.spellings[i] for i in ids) == text.encode()
   assert not set(ids.tolist()) & set(CONTROL)
 
 
@@ -42,6 +43,8 @@ def test_control_tokens_are_distinct_and_stand_for_no_bytes():
   assert (OURS.token_bytes == 0).nonzero()[0].tolist() == sorted(CONTROL)
   assert OURS.decode([OURS.end_id]) == "<|endoftext|>"
   assert OURS.vocab_size == 400 == len(OURS.token_bytes)
+  assert OURS.token_id("<|endoftext|>") == OURS.end_id
+  assert OURS.token_id("def") is None
 
 
 def test_save_and_load(tmp_path):
@@ -129,6 +132,8 @@ def test_byte_fallback_vocabulary():
   )
   tokenizer = Tokenizer(text)
   assert tokenizer.token_bytes[:6].tolist() == [5, 0, 1, 2, 6, 1]
+  spellings = [b"<unk>", b"</s>", b" ", b"ab", " caf\u00e9".encode(), b"\0"]
+  assert tokenizer.spellings[:6] == spellings
   assert tokenizer.end_id == tokenizer.pad_id == 1
   assert tokenizer.fim_prefix_id is None
   (ids,) = tokenizer.encode_batch(["\n"])
