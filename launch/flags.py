@@ -13,6 +13,7 @@ needed here, and not imported.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import inspect
 import re
@@ -41,6 +42,7 @@ def run(
   main: Callable[[ConfigDict, str], None],
   *,
   mistakes: tuple[type[Exception], ...] = (),
+  optional: bool = False,
 ) -> None:
   """Runs a binary: parses flags, then calls `main(config, workdir)`; exits.
 
@@ -50,6 +52,7 @@ def run(
     mistakes: exceptions that mean a user's mistake, beside `ConfigError`, where
       our own code raises them. They are told in one line without a traceback;
       one that comes from inside a library is a fault, and keeps its traceback.
+    optional: whether both may be left out, and are then None.
   """
   flags.DEFINE_string(
     "config",
@@ -63,7 +66,7 @@ def run(
     with one_line_errors(ConfigError, *mistakes):
       main(*arguments)
 
-  app.run(call, flags_parser=_parse)
+  app.run(call, flags_parser=functools.partial(_parse, optional=optional))
 
 
 @contextlib.contextmanager
@@ -84,7 +87,62 @@ def one_line_errors(*types: type[Exception], code: int = 2) -> Iterator[None]:
     raise SystemExit(code) from None
 
 
-def _parse(argv: list[str]) -> tuple[ConfigDict, str]:
+def define_fields[T](cls: type[T], **defaults: Any) -> Callable[[], T]:
+  """Defines a flag for each field of a dataclass of plain values.
+
+  Args:
+    cls: the dataclass; all its fields have defaults. Each flag's help is what
+      the class's docstring says of the attribute.
+    **defaults: other than the class's.
+
+  Returns:
+    To be called once flags are parsed: makes the object. Raises ConfigError if
+    the class refuses its values.
+  """
+  helps = _attribute_docs(cls)
+  holders = {}
+  for field in dataclasses.fields(cls):
+    default = defaults.get(field.name, field.default)
+    if isinstance(default, bool):
+      define = flags.DEFINE_bool
+    elif isinstance(default, int):
+      define = flags.DEFINE_integer
+    elif isinstance(default, float):
+      define = flags.DEFINE_float
+    elif isinstance(default, tuple):
+      define = flags.DEFINE_list
+    else:
+      define = flags.DEFINE_string
+    holders[field.name] = define(field.name, default, helps[field.name])
+
+  def make() -> T:
+    values = {}
+    for field in dataclasses.fields(cls):
+      value = holders[field.name].value
+      if isinstance(value, list):
+        try:
+          value = tuple(int(item) for item in value)
+        except ValueError:
+          raise ConfigError(
+            f"--{field.name} must be integers with commas between; got"
+            f" {','.join(value)!r}"
+          ) from None
+      values[field.name] = value
+    return from_config(cls, values)
+
+  return make
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+  """What the Attributes section of a docstring says of each."""
+  section = inspect.getdoc(cls).partition("Attributes:\n")[2]
+  entries = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE)
+  return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _parse(
+  argv: list[str], *, optional: bool
+) -> tuple[ConfigDict | None, str | None]:
   with one_line_errors(ConfigError, flags.Error):
     overrides = [arg for arg in argv if re.match(r"--?(no)?config\.", arg)]
     positional = flags.FLAGS([arg for arg in argv if arg not in overrides])[1:]
@@ -93,8 +151,12 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, str]:
         f"unexpected argument {positional[0]!r}; flags are --name=value"
       )
     for name in ("config", "workdir"):
-      if flags.FLAGS[name].value is None:
+      if flags.FLAGS[name].value is None and not optional:
         raise ConfigError(f"--{name} is missing: {flags.FLAGS[name].help}")
+    if flags.FLAGS.config is None:
+      if overrides:
+        raise ConfigError(f"{overrides[0]} needs a --config to change")
+      return None, flags.FLAGS.workdir
     config = load_config(flags.FLAGS.config)
     return _override(config, overrides), flags.FLAGS.workdir
 
