@@ -16,6 +16,9 @@ from launch.ship_terminal import (
   table,
 )
 
+# Titles, headings, the line between the tables and the cursor's.
+_OTHER_LINES = 6
+
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
   """Shows a chain once, or until interrupted."""
@@ -37,7 +40,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
       if terminal.as_json:
         _tell_news(versions, readers, told, terminal)
       elif live:
-        live.update(_tables(versions, readers), refresh=True)
+        # What doesn't fit on the screen would push the readers off it.
+        room = max(3, terminal.out.height - len(readers) - _OTHER_LINES)
+        live.update(_tables(versions, readers, room), refresh=True)
       else:
         terminal.out.print(_tables(versions, readers))
       if not args.live:
@@ -108,9 +113,13 @@ def _tell_news(versions, readers, told, terminal) -> None:
         terminal.result("", **row)
 
 
-def _tables(versions, readers):
+def _tables(versions, readers, room=None):
+  shown = versions if room is None else versions[-room:]
+  title = "versions"
+  if len(shown) < len(versions):
+    title += f", the newest {len(shown)} of {len(versions)}"
   newest = table(
-    "versions",
+    title,
     [
       ">version",
       "state",
@@ -120,7 +129,7 @@ def _tables(versions, readers):
       ">smaller",
       "metadata",
     ],
-    [_version_cells(row) for row in versions],
+    [_version_cells(row) for row in shown],
   )
   now = time.time()
   who = table(
@@ -150,7 +159,7 @@ def _version_cells(row) -> list:
   return [
     row["version"],
     row["state"],
-    row["metadata"].get("time", "-"),
+    str(row["metadata"].get("time", "-")).removesuffix("+00:00"),
     row["epoch"],
     downloads,
     f"{row['ratio']:.1f}x" if row["ratio"] else "-",

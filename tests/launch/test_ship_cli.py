@@ -472,6 +472,25 @@ def test_the_live_log_tells_what_is_new(
   assert rows[-1]["state"] == "head" and rows[-2]["state"] == "kept"
 
 
+def test_the_live_view_fits_its_screen(
+  run, store, published, monkeypatch, capsys
+):
+  monkeypatch.setenv("LINES", "10")  # as rich takes it
+  monkeypatch.setattr("launch.ship_log.time.sleep", interrupt)
+  with shipping.Subscriber(
+    shipping.open_store(str(store)), name="lisbon-1"
+  ) as reader:
+    reader.update()
+    code, text, _ = run("log", store, "--live", as_json=False)
+  assert code == 130
+  assert "the newest 3 of 4" in text and "lisbon-1" in text
+  assert "step=30" in text and "step=0" not in text
+
+
+def interrupt(*args):
+  raise KeyboardInterrupt
+
+
 # --- verify ------------------------------------------------------------------
 
 
