@@ -23,6 +23,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import contextlib
 import dataclasses
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -34,9 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from benchmarks import s3_server
 from benchmarks.harness import arguments, report
-from benchmarks.moto import moto_server
-from benchmarks.train_deltas import RATES, train_versions
+from benchmarks.train_deltas import RATES, mid_train
 from composer_jax import sharding
 from composer_jax.models import LanguageModel
 from composer_jax.shipping import (
@@ -68,9 +69,8 @@ def _flags(parser):
   parser.add_argument(
     "--store", default="folder", help="folder, s3 (moto, here) or an address"
   )
-  parser.add_argument(
-    "--folder", type=Path, help="for corpus and trained weights, to be kept"
-  )
+  parser.add_argument("--optimizer", default="adamw", help="adamw or muon")
+  parser.add_argument("--folder", type=Path, help="where the corpus is kept")
 
 
 def main() -> None:
@@ -79,20 +79,30 @@ def main() -> None:
   count = args.versions or (12 if args.quick else 200)
   with contextlib.ExitStack() as stack:
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    folder = args.folder or scratch / "training"
+    trained = mid_train(
+      args.folder or scratch / "training", args.optimizer, quick=args.quick
+    )
     rows = []
     for rate in [1e-5] if args.quick else RATES.values():
-      url = args.store
-      if url == "folder":
-        url = str(scratch / f"{rate:g}")
-      elif url == "s3":
-        url = stack.enter_context(moto_server(f"run-{rate:g}"))
-      model, versions = train_versions(folder, rate, count, quick=args.quick)
+      store = open_store(_address(args.store, scratch, stack, f"{rate:g}"))
+      row = {"store": args.store, "optimizer": args.optimizer}
+      row |= {"learning_rate": rate}
       rows.append(
-        {"store": args.store, "learning_rate": rate}
-        | ship(open_store(url), model, versions)
+        row | ship(store, trained.model, trained.versions(rate, count))
       )
   report(rows, as_json=args.json)
+
+
+def _address(kind, scratch, stack, run) -> str:
+  """Where a run's chain lies; starts a server if it must."""
+  if kind == "folder":
+    return str(scratch / run)
+  if kind != "s3":
+    return f"{kind}/{run}"
+  address = stack.enter_context(s3_server.serve())
+  os.environ.update(s3_server.environment(address))
+  s3_server.make_bucket(address, "chain")
+  return f"s3://chain/{run}"
 
 
 def ship(

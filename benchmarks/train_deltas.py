@@ -8,13 +8,14 @@ on at constant learning rates. A pair is the BF16 cast of all its parameters
 
 import dataclasses
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import optax
-from jaxtyping import UInt16
+from jaxtyping import PyTree, UInt16
 
 from composer_jax import sharding
 from composer_jax.data import load_data, make_loader
@@ -67,15 +68,48 @@ def train_pairs(folder: Path, optimizer: str, *, quick: bool) -> dict:
   saved = folder / f"pairs_{optimizer}_{lengths.variant}.npz"
   if not saved.exists():
     folder.mkdir(parents=True, exist_ok=True)
-    np.savez(saved, **_train(folder, optimizer, lengths))
+    np.savez(saved, **_train(folder, optimizer, quick))
   with np.load(saved) as arrays:
     return {name: [(base, new) for base, new in arrays[name]] for name in RATES}
 
 
-def _train(folder, optimizer_name, lengths):
+@dataclasses.dataclass(frozen=True)
+class Trained:
+  """A mid-trained model that can go on at any learning rate.
+
+  Attributes:
+    model: its functions.
+    step: (rate, state, batch) -> state and metrics.
+    fresh: makes a state of what mid-training reached, with a new optimizer.
+    loader: batches.
+  """
+
+  model: LanguageModel
+  step: Callable
+  fresh: Callable
+  loader: Iterator
+
+  def versions(self, rate: float, count: int) -> Iterator[PyTree]:
+    """The float32 parameters after each of `count` updates."""
+    state = self.fresh()
+    for _ in range(count):
+      state, metrics = self.step(rate, state, next(self.loader))
+      yield state.params
+    _log.info("Learning rate %g: loss %.3f", rate, float(metrics["loss"]))
+
+
+def mid_train(folder: Path, optimizer: str, *, quick: bool) -> Trained:
+  """Trains `tiny` from random weights, on one device.
+
+  Args:
+    folder: for the corpus.
+    optimizer: "muon" or "adamw", for what comes afterwards.
+    quick: a few updates of a smaller model.
+  """
+  lengths = QUICK if quick else FULL
   config = _load_config(lengths)
   data = load_data(config.data, folder / "data")
-  mesh = sharding.make_mesh(config.mesh)
+  mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
   model = LanguageModel(config.model)
   with jax.set_mesh(mesh):
     step, fresh = _make_step(config, config.optimizer.name, model, data, mesh)
@@ -88,23 +122,28 @@ def _train(folder, optimizer_name, lengths):
       state, metrics = step(float(rate_at(i)), state, next(loader))
     _log.info("Mid-trained: loss %.3f", float(metrics["loss"]))
     start = {"params": state.params, "balance": state.balance}
-    if optimizer_name != config.optimizer.name:
-      step, fresh = _make_step(config, optimizer_name, model, data, mesh)
-    return {
-      name: _pairs_at(rate, step, fresh(start), loader, lengths)
-      for name, rate in RATES.items()
-    }
+    if optimizer != config.optimizer.name:
+      step, fresh = _make_step(config, optimizer, model, data, mesh)
+  return Trained(model, step, lambda: fresh(start), loader)
 
 
-def _pairs_at(rate, step, state, loader, lengths):
+def _train(folder, optimizer, quick):
+  lengths = QUICK if quick else FULL
+  trained = mid_train(folder, optimizer, quick=quick)
+  return {
+    name: _pairs(trained.versions(rate, lengths.updates), lengths.every)
+    for name, rate in RATES.items()
+  }
+
+
+def _pairs(versions, every):
   pairs = []
-  for i in range(1, lengths.updates + 1):
-    keep = i % lengths.every == 0
-    base = _bits(state.params) if keep else None
-    state, metrics = step(rate, state, next(loader))
-    if keep:
-      pairs.append((base, _bits(state.params)))
-  _log.info("Learning rate %g: loss %.3f", rate, float(metrics["loss"]))
+  base = None
+  for i, params in enumerate(versions, 1):
+    bits = _bits(params)
+    if i % every == 0:
+      pairs.append((base, bits))
+    base = bits
   return np.array(pairs)
 
 

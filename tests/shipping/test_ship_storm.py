@@ -60,6 +60,9 @@ class Stormy(ObjectStore):
   def put_if_absent(self, key, data):
     return self._weather(lambda: super(Stormy, self).put_if_absent(key, data))
 
+  def put(self, key, data):
+    self._weather(lambda: super(Stormy, self).put(key, data))
+
   def list(self, prefix):
     yield from self._weather(lambda: list(super(Stormy, self).list(prefix)))
 
