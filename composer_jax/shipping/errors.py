@@ -23,3 +23,7 @@ class ChainError(RuntimeError):
 
 class FencedError(ChainError):
   """Another publisher took over; this one must not write any more."""
+
+
+class MisfitError(ChainError, ValueError):
+  """A version's arrays are not those that a reader asked for."""

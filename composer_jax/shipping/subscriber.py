@@ -33,7 +33,7 @@ from composer_jax.shipping.contents import (
   box_of,
   flatten,
 )
-from composer_jax.shipping.errors import ChainError, StoreError
+from composer_jax.shipping.errors import ChainError, MisfitError, StoreError
 from composer_jax.shipping.presence import announce, check_name
 from composer_jax.shipping.reader import Replica
 from composer_jax.shipping.store import Store
@@ -118,6 +118,7 @@ class Subscriber:
     self._needed = None if like is None else _needed_boxes(like)
     self._policy = _Policy()
     self._held: Replica | None = None
+    self._misfits: dict[int, MisfitError] = {}
     if self._cache:
       policy = self._cache.read_policy()
       self._policy = _Policy(
@@ -151,8 +152,8 @@ class Subscriber:
 
     Raises:
       ChainError: if no undamaged way leads to it, with the reason.
+      MisfitError: if its arrays don't fit `like`; it is not tried again.
       StoreError: if the store failed.
-      ValueError: if the version's arrays don't fit `like`.
     """
     self.chain.refresh()
     wanted = self._choices() if version is None else [version]
@@ -163,8 +164,12 @@ class Subscriber:
       if choice not in self.chain.versions:
         raise ChainError(f"version {choice} is not in the chain")
       try:
+        if choice in self._misfits:
+          raise self._misfits[choice]
         return self._take(choice)
       except ChainError as error:
+        if isinstance(error, MisfitError):
+          self._misfits[choice] = error
         logging.warning("version %d can't be had: %s", choice, error)
         failure = failure or error
     if failure:
@@ -295,7 +300,7 @@ class Subscriber:
     for path, leaf in flatten(self._like).items():
       spec = ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype).name)
       if arrays.get(path) != spec:
-        raise ValueError(
+        raise MisfitError(
           f"{path!r} is {arrays.get(path, 'missing')} in version "
           f"{replica.version}, {spec} was asked for"
         )

@@ -17,7 +17,7 @@ from composer_jax import shipping
 from composer_jax.shipping import contents
 from composer_jax.shipping.chain import Chain
 from composer_jax.shipping.contents import Box, Chunk
-from composer_jax.shipping.errors import ChainError, FencedError
+from composer_jax.shipping.errors import ChainError, FencedError, MisfitError
 from composer_jax.shipping.publisher import Publisher, PublisherConfig
 from composer_jax.shipping.store import ObjectStore
 from composer_jax.shipping.subscriber import Subscriber
@@ -277,20 +277,31 @@ def test_a_busy_publisher_skips_or_waits(store):
 
 
 def test_a_version_of_another_shape_is_refused_and_the_old_one_stays(store):
-  wanted = like(1) | {
-    "norm": jax.ShapeDtypeStruct(
-      (15,), np.float32, sharding=like(1)["norm"].sharding
-    )
-  }
-  with Publisher(store, SMALL) as publisher:
-    publisher.publish(make(0)).result()
-  wanted["norm"] = jax.ShapeDtypeStruct(
-    (15,), np.float32, sharding=NamedSharding(mesh(), P())
-  )
-  with Subscriber(store, like=wanted) as reader:
-    with pytest.raises(ValueError, match=r"'norm' is .*16.*15"):
+  trees = history(4)
+  other = trees[1] | {"norm": np.zeros(15, np.float32)}
+  sizes = []
+  with (
+    Publisher(store, SMALL) as publisher,
+    Subscriber(
+      store, like=like(1), observe=lambda stage, size: sizes.append(size)
+    ) as reader,
+  ):
+    publisher.publish(trees[0]).result()
+    before = reader.update()
+    misfit = publisher.publish(other).result()
+    with pytest.raises(MisfitError, match=r"'norm' is .*15.*16"):
       reader.update()
-    assert reader.current is None
+    assert reader.current is before
+    sizes.clear()
+    with pytest.raises(MisfitError):  # Without another download.
+      reader.update(misfit)
+    assert not sizes
+    publisher.publish(trees[2]).result()
+    assert_same(reader.update().tree, trees[2])
+    publisher.publish(other).result()
+    publisher.publish(trees[3]).result()
+    publisher.publish(other).result()
+    assert_same(reader.update().tree, trees[3])  # The newest that fits.
 
 
 def test_pin_roll_back_and_skip_outlive_a_restart(store, tmp_path):
