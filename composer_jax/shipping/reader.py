@@ -29,8 +29,10 @@ from composer_jax.shipping.planner import Step
 from composer_jax.shipping.store import Store
 
 # Work is handed out in groups of about so many bytes to download: large enough
-# that a request's latency is small beside it, small enough to share out.
+# that a request's latency is small beside it, small enough to share out. A
+# sparse delta stands for far more bytes of contents, which are shared out too.
 GROUP_BYTES = 8 * 2**20
+GROUP_CONTENTS_BYTES = 128 * 2**20
 
 
 class DamagedError(ChainError):
@@ -261,13 +263,15 @@ class _Work:
 
 
 def _groups(work: _Work, chunks) -> Iterator[list[Chunk]]:
-  group, size = [], 0
+  group, size, contents = [], 0, 0
+  arrays = work.found[-1].contents.arrays
   for chunk in chunks:
     group.append(chunk)
     size += sum(place.size for _, place in work.todo(chunk))
-    if size >= GROUP_BYTES:
+    contents += chunk.box.size * np.dtype(arrays[chunk.path].dtype).itemsize
+    if size >= GROUP_BYTES or contents >= GROUP_CONTENTS_BYTES:
       yield group
-      group, size = [], 0
+      group, size, contents = [], 0, 0
   if group:
     yield group
 
