@@ -87,9 +87,9 @@ def main() -> None:
       store = open_store(_address(args.store, scratch, stack, f"{rate:g}"))
       row = {"store": args.store, "optimizer": args.optimizer}
       row |= {"learning_rate": rate}
-      rows.append(
-        row | ship(store, trained.model, trained.versions(rate, count))
-      )
+      row |= ship(store, trained.model, trained.versions(rate, count))
+      print(row, file=sys.stderr, flush=True)
+      rows.append(row)
   report(rows, as_json=args.json)
 
 
