@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 EXTRAS := test
 # A constraint file of the user's own would fight with ours.
 PIP := PIP_CONSTRAINT= $(BIN)/python -m pip --disable-pip-version-check
-# Compiles the Hopper kernels for the tests, without a GPU. Apart from the rest,
+# Compiles the GPU kernels for the tests, without a GPU. Apart from the rest,
 # since without a GPU the plugin greets every JAX process with a traceback.
 COMPILER := .venv-compile
 COMPILER_PACKAGES := jax jaxtyping jax-cuda13-pjrt jax-cuda13-plugin \
-  nvidia-cuda-nvcc
+  nvidia-cuda-nvcc jax-triton triton
 # Workers share the cores: more threads than cores only adds switching.
 TEST_WORKERS ?= 2
 BEGAN := $(shell date +%s)

@@ -26,6 +26,7 @@ from benchmarks.moe_shapes import SHAPES, named
 IMPLEMENTATIONS = (
   "mosaic",
   "mosaic_overlap",
+  "triton",
   "xla",
   "ragged_dot",
   "pallas",

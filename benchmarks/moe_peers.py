@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import xla_moe
-from pallas_kernels.moe import moe_ffn, mosaic
+from pallas_kernels.moe import moe_ffn, mosaic, triton
 from pallas_kernels.moe.mosaic import gather
 
 
@@ -30,8 +30,9 @@ def layer(name: str, inputs):
 
 def _ours(implementation, inputs):
   x, _, _, w_gate_up, w_down = inputs
-  if implementation == "mosaic" and (
-    reason := mosaic.cannot_run(x=x, w_gate_up=w_gate_up, w_down=w_down)
+  kernels = {"mosaic": mosaic, "triton": triton}.get(implementation)
+  if kernels and (
+    reason := kernels.cannot_run(x=x, w_gate_up=w_gate_up, w_down=w_down)
   ):
     raise UnavailableError(reason)
   return functools.partial(moe_ffn, implementation=implementation)
@@ -121,6 +122,7 @@ def _tokamax(implementation, _):
 PEERS = {
   "mosaic": functools.partial(_ours, "mosaic"),
   "mosaic_overlap": _overlapping,
+  "triton": functools.partial(_ours, "triton"),
   "xla": functools.partial(_ours, "xla"),
   "ragged_dot": _ragged_dot,
   "pallas": _shipped_pallas,

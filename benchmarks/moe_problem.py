@@ -16,8 +16,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import xla_moe
-from pallas_kernels.moe import movement
-from pallas_kernels.moe.mosaic import gather, layout, tiles
+from pallas_kernels.moe import layout, movement
+from pallas_kernels.moe.mosaic import gather, tiles
 from pallas_kernels.moe.mosaic.gate_up import gate_up
 from pallas_kernels.moe.mosaic.matmul import matmul
 from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient

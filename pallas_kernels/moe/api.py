@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.moe import expert_parallel
 
 # Fastest first. Chosen only by name: the reference, which is for comparing, and
-# the Hopper kernels, which have not run on a GPU yet.
+# the Hopper and Triton kernels, which have not run on a GPU yet.
 _AUTOMATIC = ("xla",)
-IMPLEMENTATIONS = (*_AUTOMATIC, "reference", "mosaic")
+IMPLEMENTATIONS = (*_AUTOMATIC, "reference", "mosaic", "triton")
 
 
 def moe_ffn(

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe.mosaic import layout, tiles
+from pallas_kernels.moe import layout
+from pallas_kernels.moe.mosaic import tiles
 from pallas_kernels.moe.mosaic.gate_up import gate_up
 from pallas_kernels.moe.mosaic.gather import Movers
 from pallas_kernels.moe.mosaic.matmul import matmul

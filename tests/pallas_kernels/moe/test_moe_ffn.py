@@ -221,7 +221,7 @@ def test_every_expert_gets_a_tile_that_holds_the_mean():
     ({"x": jnp.zeros((64, 16), jnp.bfloat16)}, "cast the weights"),
     ({"clamp": 0.0}, "clamp must be positive or None, not 0.0."),
     ({"grad_totals": (jnp.zeros(3), jnp.zeros(3))}, "must be like w_gate_up"),
-    ({"implementation": "fast"}, "choose one of xla, reference, mosaic, or"),
+    ({"implementation": "fast"}, "choose one of xla, reference, mosaic,"),
   ],
 )
 def test_errors_say_what_would_fix_them(change, message):

@@ -18,8 +18,8 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.moe import mosaic
-from pallas_kernels.moe.mosaic import gather, layout, tiles
+from pallas_kernels.moe import layout, mosaic
+from pallas_kernels.moe.mosaic import gather, tiles
 from tests.pallas_kernels.moe import cases
 from tests.pallas_kernels.moe.mosaic import interpreter
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.moe.mosaic import engine, layout
+from pallas_kernels.moe import layout
+from pallas_kernels.moe.mosaic import engine
 from pallas_kernels.moe.mosaic.gate_up import gate_up
 from pallas_kernels.moe.mosaic.matmul import matmul
 from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import moe_ffn, mosaic
-from pallas_kernels.moe.mosaic import layout, tiles
+from pallas_kernels.moe import layout, moe_ffn, mosaic
+from pallas_kernels.moe.mosaic import tiles
 from tests.pallas_kernels.moe import cases
 from tests.pallas_kernels.moe.mosaic import interpreter
 

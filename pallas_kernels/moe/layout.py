@@ -1,4 +1,4 @@
-"""Where routed rows lie for the Hopper kernels: groups aligned to tiles.
+"""Where routed rows lie for the GPU kernels: groups aligned to tiles.
 
 The tables of `routing.py` without a head: all tiles of an expert in a row, plus
 the first row and the number of rows of each expert. A kernel finds the expert
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.moe import routing
-from pallas_kernels.moe.mosaic.engine import ROWS
 
 
 @jax.tree_util.register_dataclass
@@ -42,14 +41,14 @@ class Layout:
 
 
 def build(
-  expert_ids: Int[Array, "T K"], num_experts: int, tile: int = ROWS
+  expert_ids: Int[Array, "T K"], num_experts: int, tile: int = 128
 ) -> Layout:
   """Groups rows by expert; a pure function of the ids, without scatters.
 
   Args:
     expert_ids: the expert of each (token, k); outside [0, num_experts) no slot.
     num_experts: E.
-    tile: rows a tile, see `tiles.tile_rows`.
+    tile: rows a tile, see the `tiles.tile_rows` of each implementation.
 
   Returns:
     The tables, see `Layout`.
