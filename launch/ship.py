@@ -33,7 +33,12 @@ try:
   from composer_jax.shipping import retention, trial, verify
   from composer_jax.shipping.planner import reachable
   from launch import ship_diff, ship_follow, ship_log, ship_publish
-  from launch.ship_terminal import Terminal, human_bytes
+  from launch.ship_terminal import (
+    InterruptedWorkError,
+    Stoppable,
+    Terminal,
+    human_bytes,
+  )
 except ModuleNotFoundError as error:
   raise ImportError(
     f"{error.name} is missing: pip install 'composer-jax[ship]'"
@@ -45,7 +50,8 @@ exit codes:
   1    the store or the chain has a problem: it failed, damage was found, a
        version can't be had
   2    wrong usage, or a file or checkpoint that can't be read or written
-  130  interrupted; what was not finished is not there
+  130  interrupted by SIGINT (Ctrl-C), 143 by SIGTERM: what was not finished is
+       not there, and a reader is no longer listed; a second signal ends at once
 """
 
 _HOW_TO_TELL = """
@@ -77,15 +83,16 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     terminal = Terminal(as_json=args.json)
     try:
-      return args.command(args, terminal)
-    except KeyboardInterrupt:
+      with terminal.heeding_signals():
+        return args.command(args, terminal)
+    except (InterruptedWorkError, KeyboardInterrupt):
       terminal.remark("interrupted")
-      raise SystemExit(130) from None
+      raise SystemExit(terminal.interrupted_code) from None
 
 
 def verify_chain(args: argparse.Namespace, terminal: Terminal) -> int:
   """Checks what the store holds."""
-  chain = _chain(args.store)
+  chain = _chain(args.store, terminal)
   steps = verify.ways_to(chain, args.version)
   total = sum(step.delivery.size for step in steps)
   with terminal.bars(downloaded=total):
@@ -121,7 +128,7 @@ def verify_chain(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def gc(args: argparse.Namespace, terminal: Terminal) -> int:
   """Deletes what nothing kept needs."""
-  chain = _chain(args.store)
+  chain = _chain(args.store, terminal)
   newest = sorted(reachable(chain.deliveries))[-args.keep_last :]
   keep = sorted({*newest, *args.keep})
   garbage = retention.find_garbage(chain, keep)
@@ -158,7 +165,8 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
     bandwidth_mb_s=args.bandwidth,
   )
   prefix = f"bench-{uuid.uuid4().hex}"
-  run = trial.run_trial(shipping.open_store(args.store), config, prefix)
+  store = Stoppable(shipping.open_store(args.store), terminal)
+  run = trial.run_trial(store, config, prefix)
   with contextlib.ExitStack() as stack:
     if "://" not in args.store:  # Only folders have something left then.
       folder = Path(args.store) / prefix
@@ -184,8 +192,8 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
   return 0
 
 
-def _chain(url: str) -> shipping.Chain:
-  chain = shipping.Chain(shipping.open_store(url))
+def _chain(url: str, terminal: Terminal) -> shipping.Chain:
+  chain = shipping.Chain(Stoppable(shipping.open_store(url), terminal))
   if not chain.epoch:
     raise shipping.ChainError(
       f"there is no chain in {url}; check the address, or `publish` a version"

@@ -9,7 +9,14 @@ from composer_jax.shipping import density, source
 from composer_jax.shipping.contents import ArraySpec
 from composer_jax.shipping.density import Comparison
 from composer_jax.shipping.source import Piece, Source
-from launch.ship_terminal import Terminal, bar, human_bytes, stacked, table
+from launch.ship_terminal import (
+  Stoppable,
+  Terminal,
+  bar,
+  human_bytes,
+  stacked,
+  table,
+)
 
 # A longer list than this is for the plot and --json.
 _MOST_ROWS = 64
@@ -47,9 +54,9 @@ def _open(text: str, args, terminal) -> Source:
   version = None if match[2] == "head" else int(match[2])
   with (
     shipping.Subscriber(
-      shipping.open_store(match[1]), observe=terminal.observe
+      Stoppable(shipping.open_store(match[1]), terminal),
+      observe=terminal.observe,
     ) as reader,
-    terminal.stopping(),
     terminal.bars(downloaded=None),
   ):
     weights = reader.update(version)

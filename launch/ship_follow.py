@@ -7,7 +7,7 @@ import time
 from composer_jax import shipping
 from composer_jax.shipping import export
 from composer_jax.shipping.wrappers import Counted
-from launch.ship_terminal import Terminal, human_bytes
+from launch.ship_terminal import Stoppable, Terminal, human_bytes
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     )
   if args.keep is not None and not args.write:
     raise ValueError("--keep goes with --write")
-  store = Counted(shipping.open_store(args.store), terminal.observe)
+  store = Counted(Stoppable(shipping.open_store(args.store), terminal))
   with contextlib.ExitStack() as stack:
     writer = None
     if args.write:
@@ -31,7 +31,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         store, cache=args.cache, name=args.name, observe=terminal.observe
       )
     )
-    stack.enter_context(terminal.stopping())
     if args.pin is not None:
       reader.pin(args.pin)
     if args.unpin:
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         return 0
       move = reader.update
       if weights is None:
-        time.sleep(args.interval)
+        terminal.sleep(args.interval)
 
 
 def _update(move, reader, store, writer, terminal):

@@ -9,6 +9,7 @@ from rich.live import Live
 from composer_jax import shipping
 from composer_jax.shipping.planner import reachable
 from launch.ship_terminal import (
+  Stoppable,
   Terminal,
   human_bytes,
   human_seconds,
@@ -22,7 +23,7 @@ _OTHER_LINES = 6
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
   """Shows a chain once, or until interrupted."""
-  store = shipping.open_store(args.store)
+  store = Stoppable(shipping.open_store(args.store), terminal)
   chain = shipping.Chain(store)
   if not (chain.epoch or args.live):
     raise shipping.ChainError(
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.out.print(_tables(versions, readers))
       if not args.live:
         return 0
-      time.sleep(args.interval)
+      terminal.sleep(args.interval)
       try:
         chain.refresh()
       except shipping.StoreError as error:

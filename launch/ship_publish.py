@@ -1,6 +1,7 @@
 """`ship publish`: versions of Orbax checkpoints, one or each new one."""
 
 import argparse
+import dataclasses
 import datetime
 import json
 import time
@@ -8,8 +9,12 @@ from pathlib import Path
 
 from composer_jax import shipping
 from composer_jax.shipping import source
-from composer_jax.shipping.wrappers import Counted
-from launch.ship_terminal import InterruptedWorkError, Terminal, human_bytes
+from launch.ship_terminal import (
+  InterruptedWorkError,
+  Stoppable,
+  Terminal,
+  human_bytes,
+)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -21,25 +26,43 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
   )
   metadata = dict(map(_pair, args.metadata))
   # Before the takeover: a mistake must not fence off a publisher at work.
-  base = _checkpoint(args.base, args) if args.base else None
-  newest = None if args.watch else _checkpoint(args.checkpoint, args)
-  store = Counted(shipping.open_store(args.store), terminal.observe)
-  with (
-    shipping.Publisher(store, config, observe=terminal.observe) as publisher,
-    terminal.stopping(),
-  ):
-    if base is not None:
-      _begin_with(base, args.base, publisher, metadata, terminal)
-    if newest is not None:
-      _publish_one(newest, args.checkpoint, publisher, metadata, terminal)
-      return 0
-    _watch(args, publisher, metadata, terminal)
+  base = _checkpoint(args.base, args, terminal) if args.base else None
+  newest = None
+  if not args.watch:
+    newest = _checkpoint(args.checkpoint, args, terminal)
+  store = shipping.open_store(args.store)
+  publisher = shipping.Publisher(
+    Stoppable(store, terminal), config, observe=terminal.observe
+  )
+  try:
+    with publisher:
+      if base is not None:
+        _begin_with(base, args.base, publisher, metadata, terminal)
+      if newest is None:
+        _watch(args, publisher, metadata, terminal)
+      else:
+        _publish_one(newest, args.checkpoint, publisher, metadata, terminal)
+  except InterruptedWorkError:
+    _discard(store, publisher.epoch)
+    raise
   return 0
 
 
-def _checkpoint(folder, args) -> shipping.Source:
+def _checkpoint(folder, args, terminal) -> shipping.Source:
+  """Opens a checkpoint; to load it ends after a signal."""
   found = shipping.from_checkpoint(folder, args.item)
-  return source.cast(found, args.dtype) if args.dtype else found
+  if args.dtype:
+    found = source.cast(found, args.dtype)
+
+  def load(piece):
+    terminal.check()
+    return piece.load()
+
+  pieces = [
+    dataclasses.replace(piece, load=lambda piece=piece: load(piece))
+    for piece in found.pieces
+  ]
+  return dataclasses.replace(found, pieces=pieces)
 
 
 def _begin_with(base, folder, publisher, metadata, terminal) -> None:
@@ -59,13 +82,7 @@ def _publish_one(found, folder, publisher, metadata, terminal) -> None:
   step = {"step": int(name)} if (name := _step_name(folder)) else {}
   with terminal.bars(encoded=found.nbytes, uploaded=None):
     job = publisher.publish(found, {"time": now} | step | metadata, copy=False)
-    try:
-      with terminal.stopping():
-        version = job.result()
-    except KeyboardInterrupt:
-      if isinstance(job.exception(), InterruptedWorkError):
-        _discard(publisher)
-      raise
+    version = terminal.result_of(job)
   manifest = publisher.chain.versions[version]
   sizes = {d.base_version: d.size for d in manifest.deliveries}
   listed = ", ".join(
@@ -105,7 +122,7 @@ def _watch(args, publisher, metadata, terminal) -> None:
         continue
       place = folder / str(step)
       try:
-        fresh = _checkpoint(place, args)
+        fresh = _checkpoint(place, args, terminal)
         _publish_one(fresh, place, publisher, metadata, terminal)
       except shipping.StoreError as error:
         terminal.remark(f"{place} is not published yet: {error}")
@@ -113,7 +130,7 @@ def _watch(args, publisher, metadata, terminal) -> None:
       except (ValueError, OSError) as error:  # removed meanwhile, or damaged
         terminal.remark(f"{place} was not published: {error}")
       done[step] = found[step]
-    time.sleep(args.interval)
+    terminal.sleep(args.interval)
 
 
 def _done_before(found, chain) -> dict[int, object]:
@@ -150,10 +167,9 @@ def _birth(step: Path) -> object:
     return None
 
 
-def _discard(publisher: shipping.Publisher) -> None:
+def _discard(store: shipping.Store, epoch: int) -> None:
   """Deletes what was uploaded for a version that was given up."""
-  chain = publisher.chain
-  chain.refresh()
+  chain = shipping.Chain(store)
   named = {
     shard.key
     for manifest in chain.versions.values()
@@ -161,9 +177,9 @@ def _discard(publisher: shipping.Publisher) -> None:
     for shard in delivery.objects
   }
   # Nobody else writes here: keys of an epoch are its publisher's.
-  for key in list(chain.store.list(f"data/{publisher.epoch:08d}")):
+  for key in list(store.list(f"data/{epoch:08d}")):
     if key not in named:
-      chain.store.delete(key)
+      store.delete(key)
 
 
 def _pair(text: str) -> tuple[str, object]:

@@ -4,10 +4,13 @@ Results go to stdout, as text or one JSON object a line; bars and remarks go to
 stderr, bars only where it is a terminal.
 """
 
+import concurrent.futures
 import contextlib
 import json
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group
@@ -22,12 +25,18 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from composer_jax.shipping.store import Store
+from composer_jax.shipping.wrappers import Wrapper
+
 # Where nobody looks, a table takes the room that it needs.
 _WIDE = 200
 
+# Between looks at whether there was a signal, seconds.
+_LOOK_S = 0.1
+
 
 class InterruptedWorkError(Exception):
-  """Ends the work of a background thread after an interruption."""
+  """Ends the work of a command, in any of its threads, after a signal."""
 
 
 class Terminal:
@@ -35,7 +44,7 @@ class Terminal:
 
   def __init__(self, *, as_json: bool):
     self.as_json = as_json
-    self._stopped = threading.Event()
+    self._signal: signal.Signals | None = None
     self._bars: Bars | None = None
     self.out = _console(sys.stdout)
     self._remarks = _console(sys.stderr)
@@ -77,21 +86,92 @@ class Terminal:
     """Moves the bars that are shown; for any thread.
 
     Raises:
-      InterruptedWorkError: after an interruption, so that the caller ends.
+      InterruptedWorkError: after a signal, so that the caller ends.
     """
-    if self._stopped.is_set():
-      raise InterruptedWorkError(stage)
+    self.check()
     if self._bars:
       self._bars.observe(stage, size)
 
   @contextlib.contextmanager
-  def stopping(self) -> Iterator[None]:
-    """Lets an interruption end background threads, before they are joined."""
+  def heeding_signals(self) -> Iterator[None]:
+    """Notes the first SIGINT or SIGTERM, for `check`; a second one is as ever.
+
+    A handler that raises is not heard everywhere (destructors and callbacks
+    swallow it), and may leave a lock taken. Background jobs of a script ignore
+    SIGINT by inheritance; whoever sends it to one means it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+      yield  # Only the main thread gets signals.
+      return
+    before = {}
+
+    def restore():
+      for number, handler in before.items():
+        # None stands for a handler that was not installed from Python.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def note(number, frame):
+      del frame
+      self._signal = signal.Signals(number)
+      restore()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+      before[number] = signal.signal(number, note)
     try:
       yield
-    except KeyboardInterrupt:
-      self._stopped.set()
-      raise
+    finally:
+      restore()
+
+  @property
+  def interrupted_code(self) -> int:
+    """Exit code, as shells have it: 130 after SIGINT, 143 after SIGTERM."""
+    return 128 + (self._signal or signal.SIGINT)
+
+  def check(self) -> None:
+    """Raises InterruptedWorkError if there was a signal; for any thread."""
+    if self._signal:
+      raise InterruptedWorkError(self._signal.name)
+
+  def sleep(self, seconds: float) -> None:
+    """Sleeps; raises InterruptedWorkError soon after a signal."""
+    ends = time.monotonic() + seconds
+    self.check()
+    while (left := ends - time.monotonic()) > 0:
+      time.sleep(min(left, _LOOK_S))
+      self.check()
+
+  def result_of[T](self, job: concurrent.futures.Future[T]) -> T:
+    """Waits for a job, which `check` ends, and lets signals in meanwhile."""
+    # One that comes just before a wait is not seen until that is over.
+    while not job.done():
+      concurrent.futures.wait([job], timeout=_LOOK_S)
+    return job.result()
+
+
+class Stoppable(Wrapper):
+  """A store that begins nothing more once its command was interrupted.
+
+  But for deletions: to leave no remains is how a command ends.
+  """
+
+  def __init__(self, store: Store, terminal: Terminal):
+    super().__init__(store)
+    self._terminal = terminal
+
+  def get(self, key: str, start: int = 0, size: int | None = None) -> bytes:
+    """See `Store.get`."""
+    self._terminal.check()
+    return super().get(key, start, size)
+
+  def put_if_absent(self, key: str, data: bytes) -> bool:
+    """See `Store.put_if_absent`."""
+    self._terminal.check()
+    return super().put_if_absent(key, data)
+
+  def put(self, key: str, data: bytes) -> None:
+    """See `Store.put`."""
+    self._terminal.check()
+    super().put(key, data)
 
 
 class Bars:

@@ -1,5 +1,6 @@
 """`launch/ship.py` as it is run: every command, mistakes, damage, signals."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ from composer_jax.shipping import density, export, publisher
 from composer_jax.shipping.contents import ArraySpec
 from composer_jax.shipping.store import FolderStore, ObjectStore
 from launch import ship
+from launch.ship_terminal import InterruptedWorkError, Terminal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = (0, 10, 20, 30)
@@ -221,36 +223,92 @@ def test_a_mistake_fences_nobody_off(run, store, published):
   assert shipping.Chain(shipping.open_store(str(store))).epoch == before
 
 
+@pytest.mark.parametrize(
+  "number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_an_interrupted_version_leaves_nothing(
-  run, store, checkpoints, published, monkeypatch
+  run, store, checkpoints, published, monkeypatch, number, expected
 ):
-  class Interrupting(FolderStore):
-    """Ctrl-C while the first object is being written."""
+  handler = signal.getsignal(number)
 
-    def _interrupt(self, key):
-      if key.startswith("data/"):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
+  class Interrupting(FolderStore):
+    """A signal while the first object is being written."""
 
     def put_if_absent(self, key, data):
-      self._interrupt(key)
+      if key.startswith("data/") and signal.getsignal(number) != handler:
+        os.kill(os.getpid(), number)
+        while signal.getsignal(number) != handler:  # It is being heard.
+          time.sleep(0.01)
       return super().put_if_absent(key, data)
 
   before = files(store / "data")
   monkeypatch.setattr(shipping, "open_store", Interrupting)
   code, rows, err = run("publish", store, checkpoints / "0", "--item=params")
-  assert (code, rows, err) == (130, [], "interrupted\n")
+  assert (code, rows, err) == (expected, [], "interrupted\n")
+  assert signal.getsignal(number) == handler
   assert files(store / "data") == before
   monkeypatch.undo()
   code, [row], _ = run("publish", store, checkpoints / "0", "--item=params")
   assert code == 0 and row["deliveries"][0]["base"] == published[-1]
 
 
+def test_a_signal_that_nobody_raises_is_heard():
+  """It is noted, not raised, wherever it comes, and no wait outlasts it."""
+  terminal = Terminal(as_json=True)
+
+  class Destroyed:
+    def __del__(self):
+      os.kill(os.getpid(), signal.SIGTERM)  # A raise would be ignored here.
+
+  with terminal.heeding_signals():
+    terminal.check()
+    Destroyed()
+    for wait in (terminal.check, lambda: terminal.sleep(600)):
+      with pytest.raises(InterruptedWorkError, match="SIGTERM"):
+        wait()
+    assert terminal.interrupted_code == 143
+
+
+def test_the_second_signal_ends_a_wait_for_what_does_not_end():
+  terminal = Terminal(as_json=True)
+
+  def twice():
+    for _ in range(2):
+      os.kill(os.getpid(), signal.SIGINT)
+      time.sleep(0.3)
+
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    with terminal.heeding_signals():
+      sender = threading.Thread(target=twice)
+      sender.start()
+      with pytest.raises(KeyboardInterrupt):
+        terminal.result_of(concurrent.futures.Future())
+      sender.join()
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_wait_that_misses_a_signal_looks_again(monkeypatch):
+  """A signal just before a lock is waited for does not end that wait."""
+  terminal, job = Terminal(as_json=True), concurrent.futures.Future()
+  looks = iter(range(3))
+
+  def wait(jobs, timeout):
+    assert timeout <= 1
+    if next(looks) == 2:
+      job.set_result("done")
+
+  monkeypatch.setattr(concurrent.futures, "wait", wait)
+  assert terminal.result_of(job) == "done"
+
+
 def start(*args, **kwargs):
-  """A process of its own."""
+  """A process of its own; SIGINT ignored, as scripts start background jobs."""
   environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+  ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
   return subprocess.Popen(
-    [sys.executable, "launch/ship.py", *map(str, args)],
+    [*ignoring, sys.executable, "launch/ship.py", *map(str, args)],
     cwd=REPOSITORY,
     env=environment | {"PYTHONPATH": str(REPOSITORY)},
     stdout=subprocess.PIPE,
@@ -294,10 +352,10 @@ def test_watch_publishes_new_steps_and_follow_gets_them(
     backend = shipping.open_store(str(store))
     while [r.version for r in shipping.readers(backend)] != [row["version"]]:
       time.sleep(0.02)
-    for process in (watch, follow):
-      process.send_signal(signal.SIGINT)
+    for process, number in ((watch, signal.SIGINT), (follow, signal.SIGTERM)):
+      process.send_signal(number)
       _, err = process.communicate(timeout=60)
-      assert (process.returncode, err) == (130, "interrupted\n")
+      assert (process.returncode, err) == (128 + number, "interrupted\n")
   assert shipping.readers(backend) == []
   assert [path.name for path in written.iterdir()] == [str(row["version"])]
   assert_same(restore(written, row["version"]), flat(history[2]))
@@ -454,7 +512,7 @@ def test_the_live_log_tells_what_is_new(
 ):
   looks = []
 
-  def sleep(seconds):
+  def sleep(terminal, seconds):
     looks.append(seconds)
     if len(looks) == 3:
       raise KeyboardInterrupt
@@ -462,7 +520,7 @@ def test_the_live_log_tells_what_is_new(
       with shipping.Publisher(shipping.open_store(str(store))) as publisher:
         publisher.publish(first_params()).result()
 
-  monkeypatch.setattr("launch.ship_log.time.sleep", sleep)
+  monkeypatch.setattr(Terminal, "sleep", sleep)
   code, rows, err = run("log", store, "--live", "--interval=7")
   assert (code, err) == (130, "interrupted\n")
   assert looks == [7.0] * 3
@@ -476,7 +534,7 @@ def test_the_live_view_fits_its_screen(
   run, store, published, monkeypatch, capsys
 ):
   monkeypatch.setenv("LINES", "10")  # as rich takes it
-  monkeypatch.setattr("launch.ship_log.time.sleep", interrupt)
+  monkeypatch.setattr(Terminal, "sleep", interrupt)
   with shipping.Subscriber(
     shipping.open_store(str(store)), name="lisbon-1"
   ) as reader:
@@ -875,14 +933,14 @@ def test_following_goes_on_after_a_failure(
       raise error
     return update(self, *args)
 
-  def sleep(seconds):
+  def sleep(terminal, seconds):
     sleeps.append(seconds)
     if len(sleeps) == 3:
       raise KeyboardInterrupt
 
   sleeps = []
   monkeypatch.setattr(shipping.Subscriber, "update", sometimes)
-  monkeypatch.setattr("launch.ship_follow.time.sleep", sleep)
+  monkeypatch.setattr(Terminal, "sleep", sleep)
   code, [row], err = run("follow", store)
   assert (code, row["version"]) == (130, published[-1])
   assert err == "no update: out of order\ninterrupted\n"  # not twice
