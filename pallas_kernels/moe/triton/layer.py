@@ -115,7 +115,7 @@ def _backward(static, residuals, dy):
       total = total.reshape(experts, rows.shape[1], d.shape[1])
     gradient = weight_gradient(
       *(rows, d, token, table.start, table.size, table.order, total),
-      tiles.weight_gradient(rows.shape[1], d.shape[1]),
+      tiles.weight_gradient(rows.shape[1], d.shape[1], added=total is not None),
       gathered=gathered,
       out_dtype=weights.dtype if total is None else jnp.float32,
     ).reshape(weights.shape)

@@ -112,17 +112,57 @@ def _swiglu_gradient(
     dy_at += DEPTH
     w_at += DEPTH
 
-  dtype = dy.dtype.element_ty
-  share = tl.load(weight + first + row)[:, None]
+  # A quarter of the columns at a time: more would not fit the registers.
+  share = tl.load(weight + first + row)
   pre += first * (2 * I)
   d_pre += first * (2 * I)
-  at_gate = row[:, None] * (2 * I) + column[None]
-  gate, up = tl.load(pre + at_gate), tl.load(pre + at_gate + I)
+  act += first * I
+  quarter: tl.constexpr = COLUMNS // 4
+  column = column_tile * COLUMNS + tl.arange(0, quarter)
+  left, right = _halves(d_act)
+  one, two = _halves(left)
+  three, four = _halves(right)
+  products = _finish(one, share, row, column, pre, d_pre, act, I, LIMIT)
+  column += quarter
+  products += _finish(two, share, row, column, pre, d_pre, act, I, LIMIT)
+  column += quarter
+  products += _finish(three, share, row, column, pre, d_pre, act, I, LIMIT)
+  column += quarter
+  products += _finish(four, share, row, column, pre, d_pre, act, I, LIMIT)
+  tl.store(sums + column_tile.to(tl.int64) * M + first + row, products)
+
+
+@triton.jit
+@no_type_check
+def _halves(tile):
+  """The left and the right half of the columns of a tile."""
+  rows: tl.constexpr = tile.shape[0]
+  columns: tl.constexpr = tile.shape[1]
+  halves = tl.reshape(tile, (rows, 2, columns // 2))
+  return tl.split(tl.trans(halves, 0, 2, 1))
+
+
+@triton.jit
+@no_type_check
+def _finish(
+  d_act,
+  share,
+  row,
+  column,
+  pre,
+  d_pre,
+  act,
+  I: tl.constexpr,  # noqa: E741
+  LIMIT: tl.constexpr,
+):
+  """Stores the gradients of some columns; returns the sums of dA' * A."""
+  dtype = pre.dtype.element_ty
+  at = row[:, None] * (2 * I) + column[None]
+  gate, up = tl.load(pre + at), tl.load(pre + at + I)
   value = swiglu.activation(gate, up, LIMIT)
-  sums_at = sums + column_tile.to(tl.int64) * M + first + row
-  tl.store(sums_at, tl.sum(d_act * value, axis=1))
-  weighted = (share * value).to(dtype)
-  tl.store(act + first * I + row[:, None] * I + column[None], weighted)
-  d_gate, d_up = swiglu.gradients(gate, up, share * d_act, LIMIT)
-  tl.store(d_pre + at_gate, d_gate.to(dtype))
-  tl.store(d_pre + at_gate + I, d_up.to(dtype))
+  weighted = (share[:, None] * value).to(dtype)
+  tl.store(act + row[:, None] * I + column[None], weighted)
+  d_gate, d_up = swiglu.gradients(gate, up, share[:, None] * d_act, LIMIT)
+  tl.store(d_pre + at, d_gate.to(dtype))
+  tl.store(d_pre + at + I, d_up.to(dtype))
+  return tl.sum(d_act * value, axis=1)

@@ -1,8 +1,8 @@
 """Tile shapes of the Triton kernels: a pure function of shapes and the card.
 
 One table, and nothing is measured at run time, so cards of one kind make the
-same bits. Tiles fit the shared memory of the smallest card of their column: 99
-KiB a block on Ada and on workstation cards, 163 on an A100, 227 on Hopper.
+same bits. Tiles fit the shared memory of the smallest card that they are for:
+99 KiB a block on Ada and on workstation cards (163 on an A100), 227 on Hopper.
 
 A tile of a multiplication has `tile_rows` rows of one expert; that of a weight
 gradient covers a part of the matrix. Bands of eight row tiles share the weights
@@ -34,14 +34,16 @@ class Tiles:
 _SMALL = {
   "gate_up": (64, 32, 8, 4),
   "matmul": (128, 32, 8, 4),
-  "swiglu_gradient": (64, 64, 8, 3),
+  "swiglu_gradient": (128, 32, 8, 4),
   "weight_gradient": (128, 32, 8, 4),
+  "weight_gradient_added": (128, 32, 8, 4),
 }
 _HOPPER = {
   "gate_up": (128, 64, 8, 3),
   "matmul": (256, 64, 8, 3),
   "swiglu_gradient": (128, 64, 8, 3),
   "weight_gradient": (256, 64, 8, 3),
+  "weight_gradient_added": (128, 64, 8, 3),  # A total takes registers too.
 }
 
 
@@ -72,14 +74,17 @@ def swiglu_gradient(inner: int, rows: int) -> Tiles:
   return _tiles("swiglu_gradient", inner, rows)
 
 
-def weight_gradient(height: int, width: int) -> Tiles:
-  """Tiles of weight gradients [height, width]."""
-  return _tiles("weight_gradient", width, 64 if height % 128 else 128)
+def weight_gradient(height: int, width: int, *, added: bool) -> Tiles:
+  """Tiles of weight gradients [height, width], added to a total or not."""
+  name = "weight_gradient_added" if added else "weight_gradient"
+  return _tiles(name, width, 64 if height % 128 else 128)
 
 
 def _tiles(name, width, rows):
-  hopper = jax.devices()[0].device_kind.startswith(("NVIDIA H", "NVIDIA GH"))
-  most, depth, warps, stages = (_HOPPER if hopper else _SMALL)[name]
+  capability = getattr(jax.devices()[0], "compute_capability", None)
+  most, depth, warps, stages = (_HOPPER if capability == "9.0" else _SMALL)[
+    name
+  ]
   columns = next(c for c in (256, 128, 64) if c <= most and width % c == 0)
   # Fewer accumulators need fewer warps: at least 32 of them a thread.
   if rows * columns < 32 * 32 * warps:

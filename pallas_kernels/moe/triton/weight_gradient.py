@@ -95,20 +95,22 @@ def _weight_gradient(
   first = tl.load(start + expert).to(tl.int64)
 
   gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
-  for at in range(0, count, DEPTH):
-    nth = at + tl.arange(0, DEPTH)
-    filled = nth < count
-    row = first + nth
-    # Padding after the last step is read by nobody: it may lie past the end.
-    source = tl.load(token + row, mask=filled, other=0).to(tl.int64)
-    x_row, d_row = (source, row) if GATHER_X else (row, source)
+  nth = tl.arange(0, DEPTH)
+  # One step ahead of its use. A load that waits for another in the same step
+  # would take stages from the pipeline of those that matter.
+  source = tl.load(token + first + nth, mask=nth < count, other=0)
+  for _ in range(0, count, DEPTH):
+    filled, row, at = nth < count, first + nth, source.to(tl.int64)
+    x_row, d_row = (at, row) if GATHER_X else (row, at)
     x_tile = tl.load(
-      x + x_row[:, None] * A + a[None], mask=filled[:, None], other=0.0
+      x + x_row[None] * A + a[:, None], mask=filled[None], other=0.0
     )
     d_tile = tl.load(
       d + d_row[:, None] * B + b[None], mask=filled[:, None], other=0.0
     )
-    gradient = tl.dot(tl.trans(x_tile), d_tile, gradient)
+    gradient = tl.dot(x_tile, d_tile, gradient)
+    nth += DEPTH
+    source = tl.load(token + first + nth, mask=nth < count, other=0)
 
   where = a[:, None] * B + b[None]
   if ADD:

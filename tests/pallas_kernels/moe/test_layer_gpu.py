@@ -165,8 +165,9 @@ def test_under_vmap(layer):
   (x, ids, gates, *weights), _ = inputs()
   halves = [a.reshape(2, -1, a.shape[1]) for a in (x, ids, gates)]
   result = jax.jit(jax.vmap(layer, (0, 0, 0, None, None)))(*halves, *weights)
-  expected = [jax.jit(layer)(*(a[n] for a in halves), *weights) for n in (0, 1)]
-  assert bits(result) == bits(expected)
+  for n in (0, 1):
+    expected = jax.jit(layer)(*(a[n] for a in halves), *weights)
+    assert cases.relative_error(result[n], expected) < 1e-3
 
 
 def test_experts_over_the_ranks_of_a_mesh(layer):

@@ -1,8 +1,10 @@
-"""Compiles a layer's Triton kernels: python compile_triton.py CAPABILITY TILE.
+"""Compiles a layer's Triton kernels.
 
-Run by test_triton_compiles.py. Needs no GPU: Triton brings LLVM and ptxas.
-Prints a line of JSON a kernel: its name, registers, spills, shared memory, and
-the PTX instructions that matter.
+  python compile_triton.py CAPABILITY TILE_ROWS SHAPE DTYPE
+
+Run by test_triton_kernels.py. Needs no GPU: Triton brings LLVM and ptxas.
+Prints a line of JSON a kernel: registers, spills, shared memory and the PTX
+instructions that matter.
 """
 
 import functools
@@ -25,9 +27,7 @@ from pallas_kernels.moe.triton import tiles
 
 # H=4096 I=1024 E=128 K=8; H=192 I=64 where columns must be few.
 SHAPES = {"large": (4096, 1024, 128, 8), "small": (192, 64, 4, 2)}
-KINDS = {80: "NVIDIA A100", 89: "NVIDIA RTX 6000 Ada", 90: "NVIDIA H200"}
 CODES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-PTXAS = r"Used (\d+) registers.*"
 
 
 def main(capability, tile, shape, dtype):
@@ -83,7 +83,7 @@ def main(capability, tile, shape, dtype):
   jax_triton.triton_call = compile_call
   # jax-triton takes the cache away.
   triton.knobs.cache.dir = tempfile.mkdtemp()
-  device = types.SimpleNamespace(device_kind=KINDS[capability])
+  device = types.SimpleNamespace(compute_capability=f"{capability / 10:.1f}")
   tiles.jax = types.SimpleNamespace(devices=lambda: [device])
   tiles.tile_rows = lambda *_: tile
 
