@@ -1,9 +1,9 @@
 """Runs the Triton layer in Triton's interpreter: python interpreter.py CASE.
 
-Run by test_triton_kernels.py, one process a case, since Triton decides when it is
-imported whether to interpret. JAX traces the layer as on a GPU, but each kernel
-call goes to NumPy arrays on the host; what a kernel leaves unwritten is NaN. In
-float16, since the interpreter multiplies the bits of bfloat16 as integers.
+Run by test_triton_kernels.py in a process of its own, since Triton decides when
+it is imported whether to interpret. JAX traces the layer as on a GPU, but each
+kernel call goes to NumPy arrays on the host; what a kernel leaves unwritten is
+NaN. In float16: the interpreter multiplies bfloat16's bits as integers.
 """
 
 import functools

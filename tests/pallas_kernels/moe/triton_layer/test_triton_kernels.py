@@ -3,9 +3,14 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from pallas_kernels.moe import moe_ffn
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[3]
@@ -17,7 +22,7 @@ ALL = (
   *["_weight_gradient"] * 4,
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
   not list(APART.glob("lib/python*/site-packages/jax_triton")),
   reason="needs Triton apart from the rest, which `make test` installs",
 )
@@ -35,6 +40,7 @@ def run(script, *arguments):
   return result.stdout.splitlines()
 
 
+@needs_triton
 @pytest.mark.parametrize(
   "names",
   [
@@ -47,6 +53,7 @@ def test_interpreted(names):
   assert run("interpreter.py", *names) == [f"{name} passed" for name in names]
 
 
+@needs_triton
 @pytest.mark.parametrize(
   "capability,tile,shape,dtype",
   [
@@ -66,3 +73,28 @@ def test_compiles(capability, tile, shape, dtype):
     assert kernel["async"], kernel
     assert kernel["spilled"] == 0, kernel
     assert 0 < kernel["shared"] <= SHARED_BYTES[capability], kernel
+
+
+@pytest.mark.parametrize(
+  "H,I,dtype,message",
+  [
+    (128, 128, jnp.float32, "bfloat16 or float16, not in float32"),
+    (128, 72, jnp.bfloat16, "H = 128 and I = 72 are not both multiples of 64"),
+    pytest.param(
+      192, 64, jnp.bfloat16, "needs an NVIDIA GPU, Ampere or newer, not cpu",
+      marks=pytest.mark.skipif(
+        jax.default_backend() != "cpu", reason="there is a GPU"
+      ),
+    ),
+  ],
+)  # fmt: skip
+def test_says_why_triton_cannot_run(H, I, dtype, message):  # noqa: E741
+  arguments = (
+    jnp.zeros((2, H), dtype),
+    jnp.zeros((2, 1), jnp.int32),
+    jnp.zeros((2, 1), jnp.float32),
+    jnp.zeros((1, H, 2, I), dtype),
+    jnp.zeros((1, I, H), dtype),
+  )
+  with pytest.raises(ValueError, match=re.escape(message)):
+    moe_ffn(*arguments, implementation="triton")
