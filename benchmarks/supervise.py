@@ -24,7 +24,7 @@ import time
 import traceback
 
 # How long a worker may take to start: imports, and the GPU's first use.
-START_SECONDS = 90
+START_SECONDS = 45
 RESTART = "restart"
 
 

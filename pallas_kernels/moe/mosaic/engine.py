@@ -25,7 +25,7 @@ WARPGROUP_ROWS = FEW_ROWS = 64
 ROWS = 2 * WARPGROUP_ROWS
 # Registers of a producer thread: enough for it, and leaves 240 for a consumer,
 # whose SwiGLU epilogue spills with the 232 that 40 would leave.
-_PRODUCER_REGISTERS = 32
+_PRODUCER_REGISTERS = 24
 
 
 def swizzled(dtype):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import moe_ffn
+from pallas_kernels.moe import moe_ffn, mosaic
 from pallas_kernels.moe.mosaic import tiles
+from pallas_kernels.moe.mosaic.gather import Movers
 from tests.pallas_kernels.moe import cases
 
 pytestmark = pytest.mark.gpu
@@ -35,13 +36,13 @@ def inputs(skewed=True, dtype=jnp.bfloat16, tokens=T):
   ), normal(tokens, H)
 
 
-def compiled():
+def compiled(layer=LAYER):
   """A new jitted layer with its gradients: nothing is shared between two."""
 
   @jax.jit
   def forward_backward(arguments, dy):
     x, ids, *rest = arguments
-    y, pullback = jax.vjp(lambda x, *rest: LAYER(x, ids, *rest), x, *rest)
+    y, pullback = jax.vjp(lambda x, *rest: layer(x, ids, *rest), x, *rest)
     return (y, *pullback(dy))
 
   return forward_backward
@@ -60,6 +61,50 @@ def test_matches_float64(tokens, skewed, dtype):
   bound = 1e-2 if dtype == jnp.bfloat16 else 2e-3
   for name, a, b in zip(cases.NAMES, result, expected, strict=True):
     assert cases.relative_error(a, b) < bound, name
+
+
+def test_few_rows_an_expert_clamped():
+  tokens = 100
+  assert tiles.tile_rows(tokens * K, E, I, H) == 64
+  arguments, dy = inputs(tokens=tokens)
+  layer = functools.partial(LAYER, clamp=1.5)
+  result = compiled(layer)(arguments, dy)
+  expected = cases.oracle(arguments, dy, clamp=1.5)
+  without = cases.oracle(arguments, dy)
+  for name, a, b, c in zip(cases.NAMES, result, expected, without, strict=True):
+    # Rounding takes a few pre-activations across the limit.
+    assert cases.relative_error(a, b) < 5e-2, name
+    assert cases.relative_error(a, c) > 0.1, name
+
+
+@pytest.mark.parametrize("tokens", [100, T])
+def test_gradients_add_up_in_float32(tokens):
+  (x, ids, gates, *weights), dy = inputs(tokens=tokens)
+  totals = tuple(jnp.full(w.shape, 3, jnp.float32) for w in weights)
+
+  @jax.jit
+  def backward(weights, totals):
+    def layer(weights, totals):
+      return LAYER(x, ids, gates, *weights, grad_totals=totals)
+
+    return jax.vjp(layer, weights, totals)[1](dy)
+
+  d_weights, sums = backward(weights, totals)
+  expected = cases.oracle((x, ids, gates, *weights), dy)[3:]
+  for zero, total, gradient in zip(d_weights, sums, expected, strict=True):
+    assert not zero.any() and total.dtype == jnp.float32
+    assert cases.relative_error(total - 3, gradient) < 6e-3
+
+
+@pytest.mark.parametrize("tokens", [100, T, 8 * T])
+def test_gathering_beside_multiplications_changes_no_bit(tokens):
+  arguments, dy = inputs(tokens=tokens)
+  expected = bits(compiled()(arguments, dy))
+  for movers in (Movers(12, 2), Movers(5, 32)):
+    layer = functools.partial(mosaic.apply, overlap=movers)
+    call = compiled(layer)
+    for _ in range(5):
+      assert bits(call(arguments, dy)) == expected
 
 
 def test_twenty_repeats_and_other_sm_counts_give_the_same_bits(monkeypatch):
