@@ -22,6 +22,8 @@ from composer_jax.shipping.reader import (
   fetch,
 )
 
+_log = logging.getLogger(__name__)
+
 
 def acquire(
   chain: Chain,
@@ -86,11 +88,11 @@ def acquire(
         observe=observe,
       )
     except DamagedError as error:
-      logging.warning("%s; trying another way", error)
+      _log.warning("%s; trying another way", error)
       broken.add(error.place)
       damage = error
     except BaseDamagedError as error:
-      logging.warning("%s; starting over", error)
+      _log.warning("%s; starting over", error)
       held = None
     finally:
       keeper.release()
@@ -116,4 +118,4 @@ class _Keeper:
     try:
       retention.release(self._store, self._lease)
     except StoreError as error:
-      logging.warning("a lease stays until it expires: %s", error)
+      _log.warning("a lease stays until it expires: %s", error)

@@ -30,6 +30,7 @@ from composer_jax.shipping.reader import Payloads, Replica
 
 _VERSION = re.compile(r"version-(\d+)")
 _UNFINISHED = ".unfinished-"
+_log = logging.getLogger(__name__)
 
 
 class Cache(Payloads):
@@ -60,7 +61,7 @@ class Cache(Payloads):
       unfinished.write_bytes(data)
       unfinished.replace(self._incoming / digest)
     except OSError as error:
-      logging.warning("a delta was not cached: %s", error)
+      _log.warning("a delta was not cached: %s", error)
       unfinished.unlink(missing_ok=True)
 
   def clear_payloads(self) -> None:
@@ -112,7 +113,7 @@ class Cache(Payloads):
       try:
         return _load(version, path, digests.get(version), wants)
       except (OSError, ChainError, ValueError) as error:
-        logging.warning("%s is of no use: %s", path, error)
+        _log.warning("%s is of no use: %s", path, error)
     return None
 
   def read_policy(self) -> dict:

@@ -1,8 +1,9 @@
 """Finds and compacts changes where the weights are.
 
 Most steps change few elements of a BF16 tensor: `fetch` brings only those to
-the host, which has the base already. `find` and `compact` are its two halves,
-for one device's part of an array; they communicate with no other device.
+the host, where `apply` writes them over the base. `find` and `compact` are its
+two halves, for one device's part of an array; they communicate with no other
+device.
 
 `find` reads both arrays once and leaves a bit an element, so that all that
 follows touches 1/32 of their bytes (BF16). `compact` works backwards: for each
@@ -142,36 +143,42 @@ def pays(count: int, elements: int, width: float) -> bool:
 
 
 def fetch(
-  new: Shaped[Array, "..."],
-  base: Shaped[Array, "..."],
-  base_on_host: Shaped[np.ndarray, "..."],
-) -> Shaped[np.ndarray, "..."]:
-  """Brings `new` to the host, by way of its changes if that is less.
+  new: Shaped[Array, "..."], base: Shaped[Array, "..."]
+) -> Changes | None:
+  """Brings the changes to the host, if they are fewer bytes than the whole.
 
   Args:
     new: on one device: a shard's `data`, for a sharded array.
     base: the version before, on the same device.
-    base_on_host: the same as `base`, bit for bit; it isn't written to.
 
   Returns:
-    `new`, bit for bit, as an array of its own.
+    The changes, in NumPy arrays; None if the whole array is fewer bytes, or has
+    too many elements to be compared.
 
   Raises:
-    DeltaError: if the three don't have one shape and dtype.
+    DeltaError: if the two don't have one shape and dtype.
   """
-  if base_on_host.shape != base.shape or base_on_host.dtype != base.dtype:
-    raise DeltaError(
-      f"the base is {base.dtype}{list(base.shape)} on the device and "
-      f"{base_on_host.dtype}{list(base_on_host.shape)} on the host"
-    )
+  if new.size > _MAX_ELEMENTS:
+    return None
   marks = _find(new, base)
   count = int(marks.total)
   if not pays(count, new.size, new.nbytes / max(1, new.size)):
-    return np.array(new)
+    return None
   if not count:
-    return base_on_host.copy()
-  changes = _compact(new, marks, capacity_for(count))
-  return apply(base_on_host, jax.device_get(changes))
+    return Changes(0, np.empty(0, np.uint32), np.empty(0, new.dtype))
+  return jax.device_get(_compact(new, marks, capacity_for(count)))
+
+
+def part_of(changes: Changes, start: int, stop: int) -> Changes:
+  """Those between two places of the flat array, on the host, counted anew."""
+  positions = changes.positions[: int(changes.count)]
+  ends = np.array([start, stop], positions.dtype)  # no copy by promotion
+  first, last = np.searchsorted(positions, ends)
+  return Changes(
+    last - first,
+    positions[first:last] - positions.dtype.type(start),
+    changes.values[first:last],
+  )
 
 
 def apply(

@@ -18,6 +18,8 @@ from jaxtyping import Shaped
 
 from composer_jax.shipping.subscriber import Weights
 
+_log = logging.getLogger(__name__)
+
 
 class CheckpointWriter(contextlib.AbstractContextManager):
   """Writes versions below one folder."""
@@ -105,7 +107,7 @@ def nest(arrays: Mapping[str, Shaped[np.ndarray, "..."]]) -> dict:
   tree: dict = {}
   for path, array in arrays.items():
     if not array.size:
-      logging.warning("%s has no elements; Orbax can't hold it", path)
+      _log.warning("%s has no elements; Orbax can't hold it", path)
       continue
     *parents, name = path.split("/")
     branch = tree

@@ -21,24 +21,25 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-import numpy as np
 from jaxtyping import PyTree
 
 from composer_jax.shipping import index as indexes
 from composer_jax.shipping.acquire import acquire
 from composer_jax.shipping.chain import Chain
-from composer_jax.shipping.contents import Chunk, Contents, cut, digest_of
+from composer_jax.shipping.contents import Contents, digest_of
 from composer_jax.shipping.crew import Crew
 from composer_jax.shipping.delta import encode
 from composer_jax.shipping.errors import ChainError, StoreError
-from composer_jax.shipping.index import Index, Place
-from composer_jax.shipping.manifest import Delivery, Shard, sha256
+from composer_jax.shipping.loading import Loader, all_chunks
+from composer_jax.shipping.manifest import Delivery, Shard
+from composer_jax.shipping.packing import Packer
 from composer_jax.shipping.planner import skip_distances
 from composer_jax.shipping.reader import Replica
 from composer_jax.shipping.source import Source, from_tree
 from composer_jax.shipping.store import Store
 
 CODEC = "CJXD 1"
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,9 @@ class PublisherConfig:
     encoders: threads that encode.
     uploads: objects in flight at once.
     effort: of the codec.
+    compare: where changes are found. "device" keeps the newest version on its
+      devices and brings only what changed to the host, by the same deltas; for
+      jax arrays on the devices that held the version before.
     pending: versions that may wait while one is being made.
     when_busy: what `publish` does when no more may wait: "wait", or "skip" this
       version (with one process only; others would skip another).
@@ -66,6 +70,7 @@ class PublisherConfig:
   encoders: int = os.cpu_count() or 1
   uploads: int = 8
   effort: Literal["small", "fast"] = "small"
+  compare: Literal["host", "device"] = "host"
   pending: int = 1
   when_busy: Literal["wait", "skip"] = "wait"
   timeout_s: float = 600.0
@@ -79,7 +84,8 @@ class Publisher:
   logarithm of `longest_skip` at most), one for the version being made; chunks
   that did not change are shared. Besides, `uploads` objects for each delivery
   of the version. Device memory: one copy of what is published for the version
-  being made, and each that waits.
+  being made, and each that waits; another one, all the time, if changes are
+  found there.
 
   Attributes:
     chain: its view of the chain.
@@ -107,6 +113,9 @@ class Publisher:
     if self._crew.size > 1 and self._config.when_busy == "skip":
       raise ValueError("when_busy='skip' needs a single publishing process")
     self._held: dict[int, Replica] = {}
+    self._loader = Loader(
+      self._config.chunk_bytes, keeps_base=self._config.compare == "device"
+    )
     self._count = itertools.count()
     self._free = threading.Semaphore(1 + self._config.pending)
     # One version at a time; the other two work for it.
@@ -135,7 +144,8 @@ class Publisher:
     Args:
       what: pytree of arrays, or a `Source`.
       metadata: step, run: what JSON can say.
-      copy: False if nobody will delete or donate the arrays of `what`.
+      copy: False if nobody will delete or donate the arrays of `what` before
+        this version is made (and the next, if changes are found on devices).
 
     Returns:
       The version's number, once it is committed; a failure is raised there, and
@@ -177,6 +187,7 @@ class Publisher:
     self.close()
 
   def _make(self, source: Source, metadata: dict) -> int:
+    version = None
     try:
       number = next(self._count)
       bases = self._agree_on_bases(f"{number}-bases", source)
@@ -190,6 +201,7 @@ class Publisher:
       self._advance(version, dataclasses.replace(result[0], version=version))
       return version
     finally:
+      self._loader.settle(version)
       self._free.release()
 
   def _agree_on_bases(self, topic, source) -> list[int | None]:
@@ -210,7 +222,7 @@ class Publisher:
     return self._crew.agree(topic, mine, decide)["bases"]
 
   def _usable_bases(self, source) -> list[int]:
-    chunks = set(_chunks(source, self._config.chunk_bytes))
+    chunks = all_chunks(source, self._config.chunk_bytes)
     self.chain.refresh()
     head = self.chain.head
     if head is not None and head not in self._held:
@@ -228,21 +240,26 @@ class Publisher:
         self.chain, head, None, chunks.__contains__, pool=self._uploads
       )
     except (ChainError, StoreError) as error:
-      logging.warning("version %d is no base: %s", head, error)
+      _log.warning("version %d is no base: %s", head, error)
       return
     self._held = {head: held}
 
   def _adopt(self, source) -> bool:
     self.chain.refresh()
     head = self.chain.head
-    data = dict(_load(source, self._config.chunk_bytes))
-    contents = Contents(
-      source.arrays, {chunk: digest_of(bits) for chunk, bits in data.items()}
-    )
-    if head is None or contents.digest() != self.chain.versions[head].digest:
-      return False
-    self._held = {head: Replica(head, contents, data)}
-    return True
+    adopted = None
+    try:
+      data = dict(self._loader.load(source, {}))
+      contents = Contents(
+        source.arrays, {chunk: digest_of(bits) for chunk, bits in data.items()}
+      )
+      if head is None or contents.digest() != self.chain.versions[head].digest:
+        return False
+      self._held = {head: Replica(head, contents, data)}
+      adopted = head
+      return True
+    finally:
+      self._loader.settle(adopted)
 
   def _attempt(self, work: Callable[[], dict]) -> dict:
     """Reports a failure to the other processes, which would wait for ever."""
@@ -251,20 +268,26 @@ class Publisher:
     except Exception as error:
       if self._crew.size == 1:
         raise
-      logging.exception("publishing failed")
+      _log.exception("publishing failed")
       return {"error": str(error)}
 
   def _write(self, source, bases, result) -> dict:
     """Encodes and uploads this process's part of each delivery."""
-    writers = {
-      base: _Writer(self.chain, self._config, self._uploads, self._observe)
+    packers = {
+      base: Packer(
+        self.chain,
+        object_bytes=self._config.object_bytes,
+        uploads=self._config.uploads,
+        pool=self._uploads,
+        observe=self._observe,
+      )
       for base in bases
     }
     held = [self._held[base] for base in bases if base is not None]
     digests, data = {}, {}
     for chunk, bits, digest, deltas in self._encoded(source, bases):
       for base, delta in deltas.items():
-        writers[base].add(chunk, delta)
+        packers[base].add(chunk, delta)
       digests[chunk] = digest
       data[chunk] = next(
         (
@@ -277,7 +300,7 @@ class Publisher:
       self._observe("encoded", bits.nbytes)
     contents = Contents(source.arrays, digests)
     result.append(Replica(-1, contents, data))
-    parts = [(base, *writers[base].finish(contents)) for base in bases]
+    parts = [(base, *packers[base].finish(contents)) for base in bases]
     return {
       "parts": [
         {
@@ -292,7 +315,7 @@ class Publisher:
   def _encoded(self, source, bases) -> Iterator[tuple]:
     """Chunks in order, a few ahead of whoever takes them."""
     ahead = collections.deque()
-    for chunk, bits in _load(source, self._config.chunk_bytes):
+    for chunk, bits in self._loader.load(source, self._held):
       ahead.append(
         (chunk, bits, self._encoders.submit(self._encode, chunk, bits, bases))
       )
@@ -354,71 +377,3 @@ class Publisher:
       distance *= 2
     held = self._held | {version: replica}
     self._held = {v: held[v] for v in held if v in wanted}
-
-
-class _Writer:
-  """Packs deltas into objects and uploads them while more are made."""
-
-  def __init__(self, chain, config, pool, observe):
-    self._chain = chain
-    self._config = config
-    self._pool = pool
-    self._observe = observe
-    self._free = threading.Semaphore(config.uploads)
-    self._places: dict[Chunk, Place] = {}
-    self._jobs: list[concurrent.futures.Future[Shard]] = []
-    self._begin()
-
-  def _begin(self):
-    self._key = self._chain.new_key()
-    self._parts: list[bytes] = []
-    self._size = 0
-
-  def add(self, chunk: Chunk, delta: bytes) -> None:
-    """Adds a delta; b"" for a chunk that equals its base."""
-    if not delta:
-      return
-    if self._size and self._size + len(delta) > self._config.object_bytes:
-      self._upload()
-      self._begin()
-    place = Place(self._key, self._size, len(delta), sha256(delta))
-    self._places[chunk] = place
-    self._parts.append(delta)
-    self._size += len(delta)
-
-  def finish(self, contents: Contents) -> tuple[Shard, list[Shard]]:
-    """Waits for all uploads, then uploads the index and returns them."""
-    if self._size:
-      self._upload()
-    shards = [job.result() for job in self._jobs]
-    index = indexes.to_bytes(Index(contents, self._places))
-    return self._put(self._chain.new_key(), index), shards
-
-  def _upload(self):
-    self._free.acquire()  # Bounds what waits in memory.
-    data = b"".join(self._parts)
-    job = self._pool.submit(self._put, self._key, data)
-    job.add_done_callback(lambda _: self._free.release())
-    self._jobs.append(job)
-
-  def _put(self, key, data) -> Shard:
-    self._chain.store.put(key, data)
-    self._observe("uploaded", len(data))
-    return Shard(key, len(data), sha256(data))
-
-
-def _chunks(source: Source, chunk_bytes: int) -> Iterator[Chunk]:
-  for piece in source.pieces:
-    itemsize = np.dtype(source.arrays[piece.path].dtype).itemsize
-    for box in cut(piece.box, itemsize, chunk_bytes):
-      yield Chunk(piece.path, box)
-
-
-def _load(source: Source, chunk_bytes: int) -> Iterator[tuple]:
-  """Chunks and their bits, one piece in memory at a time."""
-  for piece in source.pieces:
-    bits = piece.load()
-    for box in cut(piece.box, bits.itemsize, chunk_bytes):
-      # A copy for each: one chunk of a piece must not keep all of it.
-      yield Chunk(piece.path, box), np.array(bits[box.within(piece.box)])
-    piece.release()

@@ -26,14 +26,16 @@ class Piece:
   Attributes:
     path: of the array.
     box: which part of it.
-    load: its bits, on the host; called once.
+    load: its bits, on the host; called once, or not at all.
     release: frees them, once they have been copied.
+    array: the same bits on one device, if they are there.
   """
 
   path: str
   box: Box
   load: Callable[[], Shaped[np.ndarray, "..."]]
   release: Callable[[], object] = lambda: None
+  array: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,7 @@ def from_tree(tree: PyTree, *, copy: bool = True) -> Source:
           box_of(shard.index, leaf.shape),
           functools.partial(np.asarray, shard.data),
           shard.data.delete if copy else lambda: None,
+          shard.data,
         )
         pieces.append(piece)
   return Source(arrays, pieces)
@@ -167,7 +170,9 @@ def cast(source: Source, dtype: str) -> Source:
   }
   pieces = [
     dataclasses.replace(
-      piece, load=lambda load=piece.load: load().astype(narrow)
+      piece,
+      load=lambda load=piece.load: load().astype(narrow),
+      array=None,
     )
     if rounds(piece.path)
     else piece

@@ -38,6 +38,8 @@ from composer_jax.shipping.presence import announce, check_name
 from composer_jax.shipping.reader import Replica
 from composer_jax.shipping.store import Store
 
+_log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
@@ -170,7 +172,7 @@ class Subscriber:
       except ChainError as error:
         if isinstance(error, MisfitError):
           self._misfits[choice] = error
-        logging.warning("version %d can't be had: %s", choice, error)
+        _log.warning("version %d can't be had: %s", choice, error)
         failure = failure or error
     if failure:
       raise failure
@@ -195,7 +197,7 @@ class Subscriber:
       try:
         weights = self.update()
       except (ChainError, StoreError) as error:
-        logging.warning("no update: %s", error)
+        _log.warning("no update: %s", error)
         weights = None
       if weights:
         yield weights
@@ -243,7 +245,7 @@ class Subscriber:
       try:
         self.chain.store.delete(self._presence)
       except StoreError as error:
-        logging.warning("%s stays listed: %s", self.name, error)
+        _log.warning("%s stays listed: %s", self.name, error)
 
   def __enter__(self) -> "Subscriber":
     return self
@@ -317,7 +319,7 @@ class Subscriber:
       self._cache.save(replica)
       self._cache.clear_payloads()
     except OSError as error:
-      logging.warning("version %d was not cached: %s", replica.version, error)
+      _log.warning("version %d was not cached: %s", replica.version, error)
 
   def _remember(self, version: int) -> None:
     """Notes what was exposed, for `roll_back`."""
@@ -328,7 +330,7 @@ class Subscriber:
     try:
       self._set_policy(policy)
     except OSError as error:
-      logging.warning("version %d was not noted: %s", version, error)
+      _log.warning("version %d was not noted: %s", version, error)
       self._policy = policy
 
   def _set_policy(self, policy: _Policy) -> None:
@@ -346,7 +348,7 @@ class Subscriber:
     try:
       self._presence = announce(store, self.name, version, self._presence)
     except StoreError as error:
-      logging.warning("version %d was not announced: %s", version, error)
+      _log.warning("version %d was not announced: %s", version, error)
 
 
 def _needed_boxes(like: PyTree) -> Mapping[str, Collection[Box]]:

@@ -17,6 +17,7 @@ the arrays.
 import dataclasses
 import math
 
+from composer_jax.shipping.packing import FIRST, GROWTH
 from composer_jax.shipping.publisher import PublisherConfig
 from composer_jax.shipping.reader import GROUP_BYTES
 
@@ -35,7 +36,7 @@ class Trainers:
     upload_bytes_per_s: of each.
     cores: that encode, of each.
     encode_bytes_per_s: of contents, a core.
-    object_bytes: about how large an uploaded object gets.
+    object_bytes: how large an uploaded object gets, after the first ones.
   """
 
   hosts: int
@@ -171,8 +172,10 @@ def publish_s(
   encode /= trainers.encode_bytes_per_s
   mine = wire_bytes / trainers.hosts
   upload = mine / trainers.upload_bytes_per_s
-  objects = max(1.0, mine / trainers.object_bytes)
-  busy = pipeline_s(encode, upload, encode / objects, upload / objects)
+  # Shares of the first object and of the last one.
+  first = 1 / max(1.0, mine * FIRST / trainers.object_bytes)
+  last = 1 / max(1.0 + GROWTH, mine / trainers.object_bytes)
+  busy = pipeline_s(encode, upload, encode * first, upload * max(first, last))
   return busy + PUBLISHER_REQUESTS * service.latency_s + service.commit_s
 
 
@@ -224,7 +227,7 @@ def predict(
 def pipeline_s(
   first_s: float, second_s: float, first_part_s: float, second_part_s: float
 ) -> float:
-  """Seconds of two stages that work on equal parts, one behind the other.
+  """Seconds of two stages that work on the same parts, one behind the other.
 
   Either the second stage waits for the first part and is busy from then on, or
   the first is busy all along and its last part goes through the second.
@@ -232,8 +235,8 @@ def pipeline_s(
   Args:
     first_s: of the first stage for all parts.
     second_s: of the second.
-    first_part_s: of the first for one part.
-    second_part_s: of the second for one part.
+    first_part_s: of the first for the first part.
+    second_part_s: of the second for the last part.
   """
   return max(first_part_s + second_s, first_s + second_part_s)
 

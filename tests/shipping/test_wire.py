@@ -54,25 +54,27 @@ def test_delta_by_hand():
 
 
 def test_version_by_hand():
-  # A trainer encodes 4,000 bytes at 200 a second, 20 s, and uploads 100 bytes
-  # in two objects, 10 s: 20 + 5, three requests of 0.25, a commit of 0.5.
+  # A trainer encodes 4,000 bytes at 200 a second, 20 s, and uploads 100 bytes,
+  # 10 s, the last object holding a fifth: 20 + 2, three requests of 0.25, a
+  # commit of 0.5.
   # A reader downloads 200 bytes at 20 a second, 10 s, in eight groups, and
   # applies 8,000 bytes at 50 a second on four cores, 40 s: 40 + 1.25, and four
   # requests.
   assert predict(16e3, 400.0, TRAINERS, READERS, SERVICE) == Prediction(
-    publish_s=26.25,
+    publish_s=23.25,
     wait_s=1.5,
     receive_s=42.25,
     uploaded_bytes=400.0,
     egress_bytes=1200.0,
   )
   total = predict(16e3, 400.0, TRAINERS, READERS, SERVICE).total_s
-  assert total == 26.25 + 1.5 + 42.25
+  assert total == 23.25 + 1.5 + 42.25
 
 
 def test_link_bound_by_hand():
-  # 20 s of upload, after the first of four objects, encoded in 0.25 / 4 s.
-  assert publish_s(200.0, 800.0, TRAINERS, Service()) == 0.0625 + 20
+  # 20 s of upload, after the first object, a sixteenth of a quarter of it all,
+  # encoded in 0.25 / 64 s.
+  assert publish_s(200.0, 800.0, TRAINERS, Service()) == 0.25 / 64 + 20
   # 20 s of download, then the last of 16 groups: 400 / 16 / 50 s.
   assert receive_s(800.0, 800.0, READERS, Service()) == 20 + 0.5
 
