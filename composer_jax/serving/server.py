@@ -79,6 +79,8 @@ class ServerConfig:
     max_body_bytes: of a request.
     max_connections: open at once; one more is answered 503 and closed.
     max_choices: completions of one call: its prompts times `n`.
+    idle_timeout_s: for a request's headers to arrive, from the connection's
+      beginning or the end of its last answer; then it is closed.
     read_timeout_s: for a request's body to arrive.
     write_timeout_s: for a client to take what it is sent, before its request
       is cancelled. Until then the tokens of a stream wait: as many as the
@@ -92,6 +94,7 @@ class ServerConfig:
   max_body_bytes: int = 4 * 2**20
   max_connections: int = 1024
   max_choices: int = 64
+  idle_timeout_s: float = 75.0
   read_timeout_s: float = 30.0
   write_timeout_s: float = 30.0
   drain_s: float = 10.0
@@ -102,6 +105,7 @@ class ServerConfig:
       "max_body_bytes": 1024,
       "max_connections": 1,
       "max_choices": 1,
+      "idle_timeout_s": 0.001,
       "read_timeout_s": 0.001,
       "write_timeout_s": 0.001,
       "drain_s": 0,
@@ -177,6 +181,7 @@ class Server:
       handler_cancellation=True,
       access_log=None,
       shutdown_timeout=self.config.drain_s,
+      keepalive_timeout=self.config.idle_timeout_s,
     )
 
   async def start(self) -> None:

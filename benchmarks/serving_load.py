@@ -1,0 +1,399 @@
+"""Do many agents at once get the right tokens while the weights change?
+
+`launch/serve.py` runs as a process of its own and follows a chain. Sessions,
+all at the same time, ask it turn by turn over HTTP, token ids in and out: each
+turn's prompt is the last one, its answer, and some new tokens. Meanwhile new
+versions are published, at even shares of the work.
+
+Then a sample of the answers is checked, whole sessions' order included, against
+a plain forward pass without a cache, by the weights of the version that each
+token names: log-probability and experts. `control` is the share of the checked
+tokens that the same check finds wrong when it takes another version's weights;
+it says how much the check can see, and should be near 1.
+
+    python -m benchmarks.serving_load --json      # about 6 minutes on two cores
+
+Rows: prefix_sharing, sessions, turns, requests, failed, versions (that answered
+with tokens), swaps, swap_ms (mean pause), tokens, lost (sampled, by the
+server's own count, less those that arrived; below 0: duplicated),
+tokens_per_second, ms_per_token (median over requests, after the first),
+first_token_ms_p50 and _p99, prefix_hit_share, checked, wrong, control.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import jax
+import numpy as np
+
+from benchmarks.harness import arguments, report
+from composer_jax.data import Tokenizer
+from composer_jax.models import PRESETS, LanguageModel
+from composer_jax.serving import Weights, serving_weights
+from composer_jax.serving.arrays import unpack
+from composer_jax.shipping import Publisher, open_store
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MAX_LEN = 1024
+TEMPERATURE = 0.8
+# Rounding of another order of summation moves a log-probability by some 1e-5.
+TOLERANCE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+  """What is asked of a server.
+
+  Attributes:
+    sessions: at once.
+    turns: of each.
+    opening: tokens of a session's first prompt.
+    said: new tokens of each later turn.
+    sampled: tokens of each answer.
+    versions: that serve in turn.
+    checked: requests whose tokens are checked, at most.
+  """
+
+  sessions: int = 64
+  turns: int = 20
+  opening: int = 48
+  said: int = 8
+  sampled: int = 32
+  versions: int = 8
+  checked: int = 160
+
+
+QUICK = Load(sessions=8, turns=12, sampled=12, versions=3, checked=16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """One turn, as it arrived, N tokens.
+
+  Attributes:
+    prompt: token ids that were sent.
+    token_ids: sampled, like the next four.
+    logprobs: in the distribution sampled from.
+    versions: of the weights.
+    stale: whether a token's cache was of other weights.
+    routes: experts, `[N, moe_layers, top_k]`.
+    cached: prompt tokens found in the cache, by the server's count.
+    first_s: from the request to the first token.
+    total_s: to the last.
+  """
+
+  prompt: list[int]
+  token_ids: list[int]
+  logprobs: list[float]
+  versions: list[int]
+  stale: list[bool]
+  routes: np.ndarray
+  cached: int
+  first_s: float
+  total_s: float
+
+
+def main() -> None:
+  """Loads one server that shares prefixes, and one that doesn't."""
+  args = arguments(__doc__.splitlines()[0])
+  rows = []
+  with tempfile.TemporaryDirectory() as scratch:
+    for prefix_sharing in (True, False):
+      load = QUICK if args.quick else Load()
+      folder = Path(scratch) / str(prefix_sharing)
+      rows.append(measure(load, folder, prefix_sharing=prefix_sharing))
+      print(rows[-1], file=sys.stderr, flush=True)
+  report(rows, as_json=args.json)
+
+
+def measure(load: Load, folder: Path, *, prefix_sharing: bool) -> dict:
+  """Loads one server; one row of the table.
+
+  Args:
+    load: what is asked.
+    folder: for the chain and the tokenizer; made here.
+    prefix_sharing: of the engine.
+  """
+  folder.mkdir(parents=True)
+  model = LanguageModel(PRESETS["tiny"]())
+  # A vocabulary of any text does: no text is sent.
+  Tokenizer.train(["def f(x): return x"], 300).save(folder / "tokenizer.json")
+  trees = [_weights(model, seed) for seed in range(load.versions)]
+  about = {"model": dataclasses.asdict(model.config)}
+  flags = [
+    f"--store={folder / 'chain'}",
+    f"--tokenizer={folder / 'tokenizer.json'}",
+    f"--prefix_sharing={prefix_sharing}",
+    f"--max_len={MAX_LEN}",
+    f"--max_rows={min(load.sessions, 64)}",
+    "--interval_s=0.05",
+  ]
+  with Publisher(open_store(str(folder / "chain"))) as publisher:
+    first = publisher.publish(trees[0], about).result()
+    published = {first: trees[0]}
+
+    def publish() -> None:
+      tree = trees[len(published)]
+      published[publisher.publish(tree, about).result()] = tree
+
+    with _server(flags) as url:
+      sessions, failed, seconds = asyncio.run(_load(url, load, publish))
+      counts = _metrics(url)
+  answers = [answer for session in sessions for answer in session]
+  tokens = sum(len(answer.token_ids) for answer in answers)
+  gaps = [(a.total_s - a.first_s) / (load.sampled - 1) for a in answers]
+  first_ms = [1e3 * answer.first_s for answer in answers]
+  swaps = counts["composer_swap_pause_seconds_count"]
+  pauses = counts["composer_swap_pause_seconds_sum"]
+  return {
+    "prefix_sharing": prefix_sharing,
+    "sessions": load.sessions,
+    "turns": load.turns,
+    "requests": len(answers) + failed,
+    "failed": failed,
+    "versions": len({v for answer in answers for v in answer.versions}),
+    "swaps": int(swaps),
+    "swap_ms": 1e3 * pauses / swaps,
+    "tokens": tokens,
+    "lost": int(counts["composer_engine_sampled_tokens_total"]) - tokens,
+    "tokens_per_second": tokens / seconds,
+    "ms_per_token": 1e3 * float(np.median(gaps)),
+    "first_token_ms_p50": float(np.percentile(first_ms, 50)),
+    "first_token_ms_p99": float(np.percentile(first_ms, 99)),
+    "prefix_hit_share": sum(answer.cached for answer in answers)
+    / sum(len(answer.prompt) for answer in answers),
+  } | check(model, published, sessions, load)
+
+
+def _weights(model: LanguageModel, seed: int) -> Weights:
+  params, balance = jax.jit(model.init)(jax.random.key(seed))
+  # A new model's logits are all but equal; versions must differ in theirs.
+  params = jax.tree.map(lambda leaf: 2 * leaf, params)
+  return serving_weights(model, params, balance)
+
+
+# ---- Asking ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _server(flags: list[str]) -> Iterator[str]:
+  """Runs `launch/serve.py`; gives its address."""
+  server = subprocess.Popen(
+    [sys.executable, "launch/serve.py", "--port=0", *flags],
+    cwd=REPOSITORY,
+    stdout=subprocess.PIPE,
+    text=True,
+    # One device, whatever this process has.
+    env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+  )
+  with server:
+    try:
+      found = re.search(r"at (http://\S+)", server.stdout.readline())
+      if not found:
+        raise RuntimeError("The server didn't start; its log says why.")
+      yield found[1]
+    finally:
+      server.terminate()
+      server.communicate()
+  if server.returncode:
+    raise RuntimeError(f"The server ended with {server.returncode}.")
+
+
+async def _load(
+  url: str, load: Load, publish
+) -> tuple[list[list[Answer]], int, float]:
+  """All sessions at once: their answers, how many failed, and seconds."""
+  total = load.sessions * load.turns
+  done, failed = itertools.count(1), 0
+  # The n-th version comes when so much of the work is done.
+  due = {total * n // load.versions for n in range(1, load.versions)}
+  publishing = []
+  loop = asyncio.get_running_loop()
+  with concurrent.futures.ThreadPoolExecutor(1) as publisher:
+    async with aiohttp.ClientSession(
+      url, connector=aiohttp.TCPConnector(limit=0)
+    ) as http:
+
+      async def session(nth: int) -> list[Answer]:
+        nonlocal failed
+        rng, answers = np.random.default_rng(nth), []
+        vocab = PRESETS["tiny"]().vocab_size
+        prompt = rng.integers(0, vocab, load.opening).tolist()
+        for _ in range(load.turns):
+          try:
+            answer = await _ask(http, prompt, load.sampled)
+          except (aiohttp.ClientError, _WrongAnswerError) as error:
+            print(f"Session {nth}: {error!r}", file=sys.stderr)
+            failed += load.turns - len(answers)
+            break
+          answers.append(answer)
+          said = rng.integers(0, vocab, load.said).tolist()
+          prompt = prompt + answer.token_ids + said
+          if next(done) in due:
+            publishing.append(loop.run_in_executor(publisher, publish))
+        return answers
+
+      began = time.perf_counter()
+      sessions = await asyncio.gather(*map(session, range(load.sessions)))
+      seconds = time.perf_counter() - began
+    await asyncio.gather(*publishing)
+  return sessions, failed, seconds
+
+
+class _WrongAnswerError(Exception):
+  """A turn that isn't what was asked for."""
+
+
+async def _ask(
+  http: aiohttp.ClientSession, prompt: list[int], count: int
+) -> Answer:
+  """One turn, as a stream."""
+  body = {
+    "model": "composer-jax",
+    "prompt_token_ids": prompt,
+    "max_tokens": count,
+    "temperature": TEMPERATURE,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+    "return_versions": True,
+    "return_routes": True,
+  }
+  choices, usage, first = [], {}, None
+  began = time.perf_counter()
+  async with http.post("/v1/completions", json=body) as response:
+    if response.status != 200:
+      raise _WrongAnswerError(f"{response.status}: {await response.text()}")
+    async for line in response.content:
+      data = line.removeprefix(b"data: ").strip()
+      if not data or data == b"[DONE]":
+        continue
+      first = first or time.perf_counter() - began
+      event = json.loads(data)
+      if "error" in event:
+        raise _WrongAnswerError(event["error"]["message"])
+      choices += event["choices"]
+      usage = event.get("usage") or usage
+  total = time.perf_counter() - began
+
+  def joined(name):
+    return [value for choice in choices for value in choice[name]]
+
+  answer = Answer(
+    prompt,
+    joined("token_ids"),
+    joined("sampled_logprobs"),
+    joined("versions"),
+    joined("stale_cache"),
+    np.concatenate([unpack(choice["routes"]) for choice in choices]),
+    usage["prompt_tokens_details"]["cached_tokens"],
+    first,
+    total,
+  )
+  lengths = {len(getattr(answer, name)) for name in _COLUMNS}
+  echo = choices[-1]["prompt_token_ids"]
+  if lengths != {count} or usage["completion_tokens"] != count:
+    raise _WrongAnswerError(f"{lengths} tokens came instead of {count}")
+  if echo != prompt:
+    raise _WrongAnswerError("another prompt was answered")
+  return answer
+
+
+_COLUMNS = ("token_ids", "logprobs", "versions", "stale", "routes")
+
+
+def _metrics(url: str) -> dict[str, float]:
+  async def get():
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as r:
+      return await r.text()
+
+  found = re.findall(r"^(\w+) (\S+)$", asyncio.run(get()), re.MULTILINE)
+  return {name: float(value) for name, value in found}
+
+
+# ---- Checking ----------------------------------------------------------------
+
+
+def check(
+  model: LanguageModel,
+  published: dict[int, Weights],
+  sessions: list[list[Answer]],
+  load: Load,
+) -> dict:
+  """Compares answers with plain forward passes; columns of the table.
+
+  Args:
+    model: that was served.
+    published: weights by version.
+    sessions: the answers of each, in order.
+    load: how many to check.
+  """
+  answers = [answer for session in sessions for answer in session]
+  order = np.random.default_rng(0).permutation(len(answers))
+  # Those with tokens of several versions first: most can go wrong there.
+  order = sorted(order, key=lambda i: -len({*answers[i].versions}))
+  checked = wrong = seen = compared = 0
+  for i in order[: load.checked]:
+    answer = answers[i]
+    others = [v for v in published if v not in answer.versions]
+    for version in set(answer.versions):
+      named = np.array(answer.versions) == version
+      right = _agrees(model, published[version], answer)
+      checked += named.sum()
+      wrong += (named & ~right).sum()
+    for version in others[:1]:
+      compared += len(answer.token_ids)
+      seen += (~_agrees(model, published[version], answer)).sum()
+  # What every answer says of itself, checked or not.
+  wrong += sum(sum(answer.stale) for answer in answers)
+  for session in sessions:
+    labels = [version for answer in session for version in answer.versions]
+    wrong += sum(b < a for a, b in itertools.pairwise(labels))
+  return {
+    "checked": int(checked),
+    "wrong": int(wrong),
+    "control": float(seen / compared) if compared else None,
+  }
+
+
+def _agrees(
+  model: LanguageModel, weights: Weights, answer: Answer
+) -> np.ndarray:
+  """Of each token, whether these weights give its log-probability and route."""
+  tokens = answer.prompt + answer.token_ids
+  padded = np.zeros((1, MAX_LEN), np.int32)
+  padded[0, : len(tokens)] = tokens
+  out = _forward(model)(weights["params"], weights["balance"], padded)
+  # The pass over a token's predecessor is what it was sampled from.
+  passes = np.arange(len(answer.prompt) - 1, len(tokens) - 1)
+  logits = np.asarray(out.logits, np.float64)[0, passes] / TEMPERATURE
+  logits -= logits.max(axis=-1, keepdims=True)
+  logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+  drawn = logprobs[np.arange(len(passes)), answer.token_ids]
+  near = np.abs(drawn - np.array(answer.logprobs)) < TOLERANCE
+  experts = np.asarray(out.routing.expert_ids)[:, 0, passes]
+  return near & (experts.transpose(1, 0, 2) == answer.routes).all(axis=(1, 2))
+
+
+@functools.cache
+def _forward(model: LanguageModel):
+  return jax.jit(model.apply)
+
+
+if __name__ == "__main__":
+  main()
