@@ -1,10 +1,12 @@
 import dataclasses
+import functools
 import subprocess
 import sys
 import textwrap
 from typing import Literal
 
 import pytest
+from absl import flags as absl_flags
 from ml_collections import ConfigDict
 
 from launch import flags
@@ -132,6 +134,80 @@ def test_help_shows_both_flags(files):
   assert "What this binary is for." in result.stdout
   assert "--config:" in result.stdout
   assert "--workdir:" in result.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """How much.
+
+  Longer, with words: that aren't attributes.
+
+  Attributes:
+    rows: that run
+      together.
+    rate: a second.
+    name: of it.
+    sizes: in bytes.
+    loud: whether it says so.
+    way: of two.
+  """
+
+  rows: int = 2
+  rate: float = 0.5
+  name: str = "a"
+  sizes: tuple[int, ...] = ()
+  loud: bool = True
+  way: Literal["in", "out"] = "in"
+
+  def __post_init__(self):
+    if self.rows < 1:
+      raise ValueError("rows must be at least 1.")
+
+
+@pytest.fixture
+def limits(monkeypatch):
+  """Parses arguments by the flags of `Limits`, with another default for one."""
+  values = absl_flags.FlagValues()
+  for name in ("bool", "integer", "float", "list", "string"):
+    define = getattr(absl_flags, f"DEFINE_{name}")
+    monkeypatch.setattr(
+      flags.flags,
+      f"DEFINE_{name}",
+      functools.partial(define, flag_values=values),
+    )
+  make = flags.define_fields(Limits, rows=3)
+
+  def parse(*arguments):
+    values(["", *arguments])
+    return make()
+
+  parse.flags = values
+  return parse
+
+
+def test_fields_become_flags(limits):
+  assert limits() == Limits(rows=3)
+  got = limits(
+    "--rows=7", "--rate=2", "--name=b", "--sizes=3,4", "--noloud", "--way=out"
+  )
+  assert got == Limits(7, 2.0, "b", (3, 4), False, "out")
+  assert type(got.rate) is float
+  assert limits("--sizes=").sizes == ()
+  helps = {name: limits.flags[name].help for name in ("rows", "way")}
+  assert helps == {"rows": "that run together.", "way": "of two."}
+
+
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    ("--rows=0", "^config: rows must be at least 1.$"),
+    ("--sizes=1,x", "^--sizes must be integers with commas .* '1,x'$"),
+    ("--way=up", "^config: way must be one of 'in', 'out', not 'up'$"),
+  ],
+)
+def test_fields_refuse_what_the_class_does(limits, argument, message):
+  with pytest.raises(flags.ConfigError, match=message):
+    limits(argument)
 
 
 @dataclasses.dataclass(frozen=True)
