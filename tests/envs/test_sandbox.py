@@ -1,0 +1,270 @@
+"""Sandboxes: what they do, and that nothing gets out of them."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from composer_jax.envs.attacks import ATTACKS, LIMITS, survives
+from composer_jax.envs.bubblewrap import Bubblewrap
+from composer_jax.envs.sandbox import FileError, Limits, Pool, SandboxError
+from composer_jax.envs.seccomp import program
+
+if not shutil.which("bwrap") and "CI" not in os.environ:
+  pytest.skip("needs bubblewrap", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def provider():
+  return Bubblewrap(LIMITS)
+
+
+def run(test, provider):
+  async def body():
+    async with await provider.create() as sandbox:
+      return await test(sandbox)
+
+  return asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_is_survived(provider, name):
+  assert asyncio.run(survives(provider, name))
+
+
+def test_attacks_are_real():
+  # Without a sandbox the harmless ones succeed, so their checks can fail.
+  for name in ("memory_unseen", "host_files", "other_processes"):
+    result = subprocess.run(
+      ["python3", "-c", ATTACKS[name].source], capture_output=True, text=True
+    )
+    assert result.stdout.strip() != "denied", name
+
+
+def test_what_a_command_does_is_told(provider):
+  async def test(sandbox):
+    script = "echo out; echo err >&2; cat; pwd; echo $X; exit 3"
+    result = await sandbox.exec(
+      ["sh", "-c", script], stdin=b"in\n", cwd="/tmp", env={"X": "7"}
+    )
+    assert (result.exit_code, result.reason) == (3, "exited")
+    assert result.text == "out\nerr\nin\n/tmp\n7\n"
+    assert not result.ok
+    killed = await sandbox.exec(["sh", "-c", "kill -9 $$"])
+    assert killed.exit_code == -9
+    missing = await sandbox.exec(["no-such-command"])
+    assert missing.exit_code == 127 and b"no-such-command" in missing.output
+
+  run(test, provider)
+
+
+def test_time_limit(provider):
+  async def test(sandbox):
+    began = time.monotonic()
+    result = await sandbox.exec(["sleep", "60"], wall_s=0.3)
+    assert result.reason == "timeout" and result.exit_code == -9
+    assert time.monotonic() - began < 5
+
+  run(test, provider)
+
+
+def test_long_output_keeps_both_ends(provider):
+  async def test(sandbox):
+    code = "print('begin' + 'x' * 10**6 + 'end')"
+    result = await sandbox.exec(["python", "-c", code], output_bytes=100)
+    assert result.omitted_bytes == 1_000_009 - 100
+    head, tail = result.output.split(b"\n[999909 bytes omitted]\n")
+    assert (len(head), len(tail)) == (50, 50)
+    assert head.startswith(b"beginx") and tail.endswith(b"xend\n")
+
+  run(test, provider)
+
+
+def test_stdin_larger_than_a_pipe_and_nobody_reading(provider):
+  async def test(sandbox):
+    data = os.urandom(1 << 20)
+    result = await sandbox.exec(["cat"], stdin=data, output_bytes=4 << 20)
+    assert result.output == data
+    assert (await sandbox.exec(["true"], stdin=data)).ok
+
+  run(test, provider)
+
+
+def test_files(provider):
+  async def test(sandbox):
+    await sandbox.write("deep/er/f", b"\x00\xff" * 1000)
+    await sandbox.write("deep/er/f", b"short", 0o755)
+    assert await sandbox.read("/work/deep/er/f") == b"short"
+    with pytest.raises(FileError, match="5 bytes, more than the 4"):
+      await sandbox.read("deep/er/f", max_bytes=4)
+    with pytest.raises(FileError, match="No such file"):
+      await sandbox.read("nothing")
+    with pytest.raises(FileError, match="is a directory"):
+      await sandbox.read("deep")
+    with pytest.raises(FileError, match="No space"):
+      await sandbox.write("large", bytes(LIMITS.disk_bytes + 1))
+
+  run(test, provider)
+
+
+def test_files_that_are_traps(provider):
+  async def test(sandbox):
+    await sandbox.exec(
+      ["sh", "-c", "mkfifo pipe; ln -s /proc/self/mem m; ln -s /etc etc"]
+    )
+    for path in ("pipe", "m", "/proc/self/environ", "/dev/urandom"):
+      with pytest.raises(FileError):
+        await sandbox.read(path)
+      with pytest.raises(FileError):
+        await sandbox.write(path, b"x")
+    with pytest.raises(FileError, match=r"Permission|Read-only"):
+      await sandbox.write("etc/passwd", b"x")
+    with pytest.raises(FileError):
+      await sandbox.read("../../root/.bashrc")
+
+  run(test, provider)
+
+
+def test_snapshot_fork_and_their_bytes(provider):
+  async def test(sandbox):
+    await sandbox.write("a/x", b"1", 0o755)
+    await sandbox.exec(["sh", "-c", "ln -s x a/link; mkdir empty"])
+    snapshot = await sandbox.snapshot()
+    async with await provider.create(snapshot) as fork:
+      assert await fork.snapshot() == snapshot
+      await fork.write("a/x", b"2")
+      assert await sandbox.read("a/link") == b"1"
+      assert await fork.read("a/link") == b"2"
+    with pytest.raises(FileError, match="unpacked"):
+      await provider.create(b"not a tar archive")
+
+  run(test, provider)
+
+
+def test_snapshot_of_sparse_files_is_refused(provider):
+  async def test(sandbox):
+    await sandbox.exec(
+      ["sh", "-c", "for i in $(seq 9); do truncate -s 8000000 $i; done"]
+    )
+    with pytest.raises(FileError, match="sparse"):
+      await sandbox.snapshot()
+
+  run(test, provider)
+
+
+def test_too_many_files_can_be_removed(provider):
+  async def test(sandbox):
+    fill = "for i in range(9999): open(str(i), 'w').close()"
+    assert (await sandbox.exec(["python", "-c", fill])).reason == "files"
+    await sandbox.exec(["sh", "-c", "rm -f *; sleep 0.1; ls"])
+    assert (await sandbox.exec(["ls"])).output == b""
+
+  run(test, provider)
+
+
+def test_sandboxes_do_not_see_each_other(provider):
+  async def test(sandbox):
+    async with await provider.create() as other:
+      await other.write("secret", b"x")
+      await other.write("/dev/shm/secret", b"x")
+      found = await sandbox.exec(
+        ["sh", "-c", "find /work /tmp /dev -name secret 2>/dev/null"]
+      )
+      assert found.output == b""
+
+  run(test, provider)
+
+
+def test_destroy_ends_a_running_command():
+  async def test():
+    provider = Bubblewrap(LIMITS)
+    sandbox = await provider.create()
+    marker = f"{time.time_ns()}"
+    daemon = f"setsid sh -c 'sleep 60; : {marker}' & sleep 60; : {marker}"
+    running = asyncio.create_task(sandbox.exec(["sh", "-c", daemon]))
+    await wait_until(lambda: processes(marker))
+    running.cancel()
+    await sandbox.destroy()
+    await sandbox.destroy()
+    await wait_until(lambda: not processes(marker))
+    with pytest.raises(SandboxError, match="is gone"):
+      await sandbox.exec(["true"])
+
+  asyncio.run(test())
+
+
+async def wait_until(condition):
+  for _ in range(200):
+    if condition():
+      return
+    await asyncio.sleep(0.02)
+  raise AssertionError("never happened")
+
+
+def processes(marker):
+  found = []
+  for path in Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):
+      found += [path] if marker.encode() in path.read_bytes() else []
+  return found
+
+
+def test_the_process_limit_counts_each_sandbox_alone(provider):
+  async def test(sandbox):
+    async with await provider.create() as other:
+      script = "for i in $(seq 20); do sleep 0.5 & done; wait; echo done"
+      results = await asyncio.gather(
+        *(s.exec(["sh", "-c", script]) for s in (sandbox, other))
+      )
+      assert [r.text for r in results] == ["done\n"] * 2
+
+  run(test, provider)
+
+
+def test_a_sandbox_that_is_killed_is_not_the_command_s_fault(provider):
+  async def test(sandbox):
+    running = asyncio.create_task(sandbox.exec(["sleep", "2"]))
+    await asyncio.sleep(0.2)
+    sandbox._process.kill()
+    with pytest.raises(SandboxError, match="no answer"):
+      await running
+
+  run(test, provider)
+
+
+def test_pool_hands_out_fresh_sandboxes(provider):
+  async def test():
+    async with Pool(provider, 2) as pool:
+      async with await pool.create() as first:
+        await first.write("x", b"1")
+        snapshot = await first.snapshot()
+      async with await pool.create() as second:
+        with pytest.raises(FileError):
+          await second.read("x")
+      async with await pool.create(snapshot) as third:
+        assert await third.read("x") == b"1"
+
+  asyncio.run(test())
+
+
+def test_packages_can_be_imported_and_missing_ones_are_named():
+  async def test(sandbox):
+    result = await sandbox.exec(["python", "-c", "import iniconfig"])
+    assert result.ok, result.text
+
+  run(test, Bubblewrap(LIMITS, ["iniconfig"]))
+  with pytest.raises(SandboxError, match="pip install no-such-thing"):
+    Bubblewrap(LIMITS, ["no-such-thing"])
+
+
+def test_errors_say_what_is_wrong():
+  with pytest.raises(ValueError, match=r"processes=0 must be above 0"):
+    Limits(processes=0)
+  with pytest.raises(ValueError, match="riscv64"):
+    program("riscv64")
+  assert len(program("aarch64")) == len(program("x86_64"))
