@@ -7,6 +7,7 @@ import threading
 
 import jax
 import numpy as np
+import pytest
 from serving_rig import KEY, NAME, model, serving, wait_until, weights
 
 from composer_jax import shipping
@@ -78,6 +79,100 @@ def test_twenty_versions_come_while_clients_ask(tmp_path):
   assert any(len(set(choice["versions"])) > 1 for choice in choices)
   for choice in choices:
     _check_tokens(choice, published)
+
+
+@pytest.mark.parametrize(
+  ("mode", "cache"),
+  [("drain", "recompute"), ("in_flight", "keep"), ("in_flight", "recompute")],
+)
+def test_sampled_tokens_while_a_follower_swaps(tmp_path, mode, cache):
+  """Each way to swap, in the middle of long requests."""
+  store = shipping.open_store(str(tmp_path))
+  with (
+    serving(version=-1) as rig,
+    shipping.Publisher(store) as publisher,
+    concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool,
+  ):
+    published = {publisher.publish(weights(0)).result(): weights(0)}
+    follower = Follower(
+      shipping.Subscriber(store, like=_like()),
+      rig.engine,
+      FollowConfig(interval_s=0.02, mode=mode, cache=cache),
+    )
+    try:
+      wait_until(lambda: rig.engine.version in published)
+      asking = [pool.submit(_sample, rig, k) for k in range(CLIENTS)]
+      # In the middle, but for one that still reads its prompt.
+      wait_until(lambda: rig.engine.stats().sampled_tokens > 30)
+      later = publisher.publish(weights(1)).result()
+      published[later] = weights(1)
+      wait_until(lambda: rig.engine.version == later)
+      answers = [future.result() for future in asking]
+      after = _sample(rig, 99, max_tokens=8)
+      assert (follower.swaps, follower.failures) == (2, 0)
+    finally:
+      follower.close()
+  assert set(after["versions"]) == {later}
+  assert not any(after["stale_cache"])
+  _check_logprobs(after, published)
+  labels = [answer["versions"] for answer in answers]
+  if mode == "drain":
+    assert all(set(found) == {min(published)} for found in labels)
+  else:
+    assert all(found == sorted(found) for found in labels)
+    assert any(set(found) == set(published) for found in labels)
+  for answer, found in zip(answers, labels, strict=True):
+    mixed = [cache == "keep" and v == later and v != found[0] for v in found]
+    assert answer["stale_cache"] == mixed
+    _check_logprobs(answer, published)
+
+
+def _sample(rig, client, max_tokens=150):
+  body = {
+    "model": NAME,
+    "prompt_token_ids": np.random.default_rng(client)
+    .integers(0, 280, 8)
+    .tolist(),
+    "max_tokens": max_tokens,
+    "temperature": 0.7,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "return_versions": True,
+  }
+  status, answer = rig.json("POST", "/v1/completions", body)
+  assert status == 200, answer
+  (choice,) = answer["choices"]
+  assert len(choice["token_ids"]) == max_tokens
+  return choice
+
+
+def _check_logprobs(choice, published):
+  """Of tokens whose cache is their own version's, by plain forward passes.
+
+  Tokens with a stale cache are left out: no plain pass has their logits, and
+  `test_engine_swap` compares them with an oracle of mixed weights.
+  """
+  prompt, tokens = choice["prompt_token_ids"], choice["token_ids"]
+  padded = np.zeros((1, 160), np.int32)
+  padded[0, : len(prompt) + len(tokens)] = prompt + tokens
+  logits = {v: _logits(tree, padded) for v, tree in published.items()}
+  others = []
+  for i, (token, version, stale) in enumerate(
+    zip(tokens, choice["versions"], choice["stale_cache"], strict=True)
+  ):
+    if stale:
+      continue
+    for label, rows in logits.items():
+      row = rows[len(prompt) + i - 1].astype(np.float64) / 0.7
+      logprob = row[token] - np.log(np.exp(row - row.max()).sum()) - row.max()
+      away = abs(logprob - choice["sampled_logprobs"][i])
+      if label == version:
+        # Weights three times as large as at birth carry rounding far.
+        assert away < 1e-2, (i, version)
+      else:
+        others.append(away)
+  # Else nothing was shown: another version's would have done as well.
+  assert np.median(others) > 1
 
 
 def _ask(rig, client, done):
