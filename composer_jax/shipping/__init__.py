@@ -16,18 +16,15 @@ from composer_jax.shipping.errors import (
   RangeError,
   StoreError,
 )
+from composer_jax.shipping.folder_store import FolderStore
 from composer_jax.shipping.manifest import Delivery, Manifest, Shard
+from composer_jax.shipping.object_store import ObjectStore
 from composer_jax.shipping.planner import Step, plan, skip_distances
 from composer_jax.shipping.presence import Reader, readers
 from composer_jax.shipping.publisher import Publisher, PublisherConfig
 from composer_jax.shipping.retention import collect, lease, release, renew
 from composer_jax.shipping.source import Source, from_checkpoint, from_tree
-from composer_jax.shipping.store import (
-  FolderStore,
-  ObjectStore,
-  Store,
-  open_store,
-)
+from composer_jax.shipping.store import Store, open_store
 from composer_jax.shipping.subscriber import Subscriber, Weights
 
 __all__ = [

@@ -313,13 +313,15 @@ class Publisher:
     }
 
   def _encoded(self, source, bases) -> Iterator[tuple]:
-    """Chunks in order, a few ahead of whoever takes them."""
+    """Chunks in order, each as soon as it is encoded; a few are ahead."""
     ahead = collections.deque()
     for chunk, bits in self._loader.load(source, self._held):
       ahead.append(
         (chunk, bits, self._encoders.submit(self._encode, chunk, bits, bases))
       )
-      if len(ahead) > 2 * self._config.encoders:
+      while ahead and (
+        ahead[0][2].done() or len(ahead) > 2 * self._config.encoders
+      ):
         chunk, bits, job = ahead.popleft()
         yield chunk, bits, *job.result()
     for chunk, bits, job in ahead:

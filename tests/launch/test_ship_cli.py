@@ -23,7 +23,8 @@ from obstore.store import MemoryStore
 from composer_jax import shipping
 from composer_jax.shipping import density, export, publisher
 from composer_jax.shipping.contents import ArraySpec
-from composer_jax.shipping.store import FolderStore, ObjectStore
+from composer_jax.shipping.folder_store import FolderStore
+from composer_jax.shipping.object_store import ObjectStore
 from launch import ship
 from launch.ship_terminal import InterruptedWorkError, Terminal
 

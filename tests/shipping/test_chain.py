@@ -11,6 +11,7 @@ from obstore.store import MemoryStore
 from composer_jax.shipping import retention
 from composer_jax.shipping.chain import Chain
 from composer_jax.shipping.errors import ChainError, FencedError, StoreError
+from composer_jax.shipping.folder_store import FolderStore
 from composer_jax.shipping.manifest import (
   Delivery,
   Entry,
@@ -19,8 +20,9 @@ from composer_jax.shipping.manifest import (
   sha256,
   to_bytes,
 )
+from composer_jax.shipping.object_store import ObjectStore
 from composer_jax.shipping.planner import plan
-from composer_jax.shipping.store import FolderStore, ObjectStore, RetryingStore
+from composer_jax.shipping.store import RetryingStore
 
 
 @pytest.fixture

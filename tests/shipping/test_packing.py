@@ -11,9 +11,9 @@ from composer_jax.shipping import publisher
 from composer_jax.shipping.chain import Chain
 from composer_jax.shipping.contents import ArraySpec, Box, Chunk, Contents
 from composer_jax.shipping.index import from_bytes
+from composer_jax.shipping.object_store import ObjectStore
 from composer_jax.shipping.packing import Packer
 from composer_jax.shipping.source import from_tree
-from composer_jax.shipping.store import ObjectStore
 
 
 def pack(sizes, object_bytes):

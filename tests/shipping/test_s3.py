@@ -124,7 +124,7 @@ def proxy_to(s3_address, s3_url, monkeypatch):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-  monkeypatch.setattr("composer_jax.shipping.store.PART_BYTES", 5 * MIB)
+  monkeypatch.setattr("composer_jax.shipping.object_store.PART_BYTES", 5 * MIB)
   return random.Random(0).randbytes(18 * MIB)  # four parts
 
 
@@ -194,8 +194,8 @@ def test_a_killed_upload_is_never_seen(
 ):
   proxy = proxy_to(Fates("PUT", "partNumber=3", "silence"))
   program = (
-    "from composer_jax.shipping import store\n"
-    "store.PART_BYTES = 5 * 2**20\n"
+    "from composer_jax.shipping import object_store, store\n"
+    "object_store.PART_BYTES = 5 * 2**20\n"
     f"store.open_store({s3_url!r}).put('data/large', bytes(18 * 2**20))\n"
   )
   with subprocess.Popen([sys.executable, "-c", program]) as process:

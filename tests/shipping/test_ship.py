@@ -18,8 +18,8 @@ from composer_jax.shipping import contents
 from composer_jax.shipping.chain import Chain
 from composer_jax.shipping.contents import Box, Chunk
 from composer_jax.shipping.errors import ChainError, FencedError, MisfitError
+from composer_jax.shipping.object_store import ObjectStore
 from composer_jax.shipping.publisher import Publisher, PublisherConfig
-from composer_jax.shipping.store import ObjectStore
 from composer_jax.shipping.subscriber import Subscriber
 
 SMALL = PublisherConfig(

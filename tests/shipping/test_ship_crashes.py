@@ -16,8 +16,8 @@ import pytest
 from trees import bits, history
 
 from composer_jax.shipping.chain import Chain
+from composer_jax.shipping.folder_store import FolderStore
 from composer_jax.shipping.publisher import Publisher, PublisherConfig
-from composer_jax.shipping.store import FolderStore
 from composer_jax.shipping.subscriber import Subscriber
 
 CONFIG = PublisherConfig(

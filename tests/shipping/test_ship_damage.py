@@ -10,8 +10,8 @@ from composer_jax.shipping import index as indexes
 from composer_jax.shipping.contents import ArraySpec, Box, Chunk, Contents
 from composer_jax.shipping.errors import ChainError, RangeError
 from composer_jax.shipping.index import Index, Place
+from composer_jax.shipping.object_store import ObjectStore
 from composer_jax.shipping.publisher import Publisher, PublisherConfig
-from composer_jax.shipping.store import ObjectStore
 from composer_jax.shipping.subscriber import Subscriber
 
 CONFIG = PublisherConfig(

@@ -13,8 +13,8 @@ from trees import bits
 
 from composer_jax.shipping import source as sources
 from composer_jax.shipping.errors import StoreError
+from composer_jax.shipping.object_store import ObjectStore
 from composer_jax.shipping.publisher import Publisher, PublisherConfig
-from composer_jax.shipping.store import ObjectStore
 from composer_jax.shipping.subscriber import Subscriber
 
 HOST = PublisherConfig(chunk_bytes=3000, object_bytes=20_000, snapshot_every=4)

@@ -9,11 +9,12 @@ import textwrap
 import pytest
 
 from composer_jax import shipping
-from composer_jax.shipping.store import FolderStore
+from composer_jax.shipping.folder_store import FolderStore
 from composer_jax.shipping.subscriber import Subscriber
 
-# Each process holds a half of `w`; `b` is on both. The second process fails to
-# upload version 2; the third version is what comes after.
+# Each process publishes a half of the rows of `w` and reads a half of the
+# columns of it and of `m`; `b` is on both. The second process fails to upload
+# version 2; the third version is what comes after.
 PROGRAM = """
   import sys
   import jax, jax.numpy as jnp
@@ -77,6 +78,47 @@ PROGRAM = """
     for shard in weights.tree["w"].addressable_shards:
       expected = (np.arange(64.0).reshape(8, 8) + 3)[shard.index]
       np.testing.assert_array_equal(shard.data, expected)
+
+  # What this process's columns need, and not one byte more.
+  def large(seed):
+    rows = np.random.default_rng(seed).standard_normal((8, 4096), np.float32)
+    where = jax.NamedSharding(mesh, jax.P(None, "x"))
+    return jax.make_array_from_callback(rows.shape, where, lambda i: rows[i])
+
+  class Reading(shipping.FolderStore):
+    ranges = []
+
+    def get(self, key, start=0, size=None):
+      data = super().get(key, start, size)
+      if size is not None:
+        self.ranges.append((key, start, len(data)))
+      return data
+
+  with shipping.Publisher(shipping.FolderStore(folder + "-m")) as publisher:
+    versions = [publisher.publish({"m": large(s)}).result() for s in range(2)]
+  mine = {
+    "m": jax.ShapeDtypeStruct(
+      (8, 4096), jnp.float32, sharding=large(0).sharding
+    )
+  }
+  reading = Reading(folder + "-m")
+  with shipping.Subscriber(reading, like=mine) as reader:
+    chain = reader.chain
+    for version in versions:
+      reading.ranges.clear()
+      weights = reader.update(version)
+      [shard] = weights.tree["m"].addressable_shards
+      [same] = large(versions.index(version)).addressable_shards
+      assert shard.index == same.index
+      np.testing.assert_array_equal(shard.data, same.data)
+      way = chain.versions[version].deliveries[0]
+      assert (way.base_version is None) == (version == versions[0])
+      # One object holds one process's half.
+      assert len(way.shards) == 2
+      [(key, start, size)] = reading.ranges
+      [whole] = [s.size for s in way.shards if s.key == key]
+      assert (start, size) == (0, whole)
+  print(key)
 """
 
 
@@ -97,18 +139,22 @@ def test_two_processes_publish_one_version_together(tmp_path):
         str(tmp_path),
       ],
       env=environment,
+      stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
     )
     for index in range(2)
   ]
+  read = []
   try:
     for child in children:
-      _, errors = child.communicate(timeout=150)
+      out, errors = child.communicate(timeout=150)
       assert child.returncode == 0, errors
+      read.append(out)
   finally:
     for child in children:
       child.kill()
+  assert read[0] != read[1]  # each its own object of the last version
   with Subscriber(FolderStore(tmp_path)) as reader:
     weights = reader.update()
     assert weights.metadata == {"n": 3}

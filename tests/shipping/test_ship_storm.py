@@ -13,8 +13,9 @@ from trees import bits, history
 from composer_jax import shipping
 from composer_jax.shipping.chain import Chain
 from composer_jax.shipping.errors import ChainError, StoreError
+from composer_jax.shipping.object_store import ObjectStore
 from composer_jax.shipping.publisher import Publisher, PublisherConfig
-from composer_jax.shipping.store import ObjectStore, RetryingStore
+from composer_jax.shipping.store import RetryingStore
 from composer_jax.shipping.subscriber import Subscriber
 
 CONFIG = PublisherConfig(

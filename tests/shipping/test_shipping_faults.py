@@ -20,7 +20,8 @@ from composer_jax.shipping.errors import (
   StoreError,
 )
 from composer_jax.shipping.manifest import sha256
-from composer_jax.shipping.store import ObjectStore, RetryingStore
+from composer_jax.shipping.object_store import ObjectStore
+from composer_jax.shipping.store import RetryingStore
 
 SIZE = 600
 SNAPSHOT_EVERY = 12

@@ -8,19 +8,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import LocalStore, MemoryStore, S3Store
 
+from composer_jax.shipping import object_store
 from composer_jax.shipping.errors import (
   MissingObjectError,
   RangeError,
   StoreError,
 )
-from composer_jax.shipping.store import (
-  FolderStore,
-  ObjectStore,
-  RetryingStore,
-  open_store,
-)
+from composer_jax.shipping.folder_store import FolderStore
+from composer_jax.shipping.object_store import ObjectStore
+from composer_jax.shipping.store import RetryingStore, open_store
 
 
 @pytest.fixture(params=["folder", "obstore memory", "obstore folder", "S3"])
@@ -107,7 +105,7 @@ def test_a_race_has_one_winner(store):
 
 
 def test_large_objects_go_in_parts(store, monkeypatch):
-  monkeypatch.setattr("composer_jax.shipping.store.PART_BYTES", 5 * 2**20)
+  monkeypatch.setattr(object_store, "PART_BYTES", 5 * 2**20)
   data = random.Random(0).randbytes(12 * 2**20 + 7)
   store.put("data/large", data)
   store.put("data/large", data)  # an answer that got lost
@@ -147,7 +145,7 @@ def test_a_killed_writer_leaves_nothing_to_see(tmp_path):
   """Killed between the write and the link."""
   program = (
     "import os, signal\n"
-    "from composer_jax.shipping.store import FolderStore\n"
+    "from composer_jax.shipping.folder_store import FolderStore\n"
     "os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     f"FolderStore({str(tmp_path)!r}).put_if_absent('a/key', b'half')\n"
   )
@@ -255,3 +253,46 @@ def test_addresses(tmp_path):
   assert open_store("memory:///").put_if_absent("k", b"v")
   with pytest.raises(StoreError):
     open_store("nonsense://x")
+
+
+def test_a_failure_is_told_in_one_sentence(tmp_path):
+  nobody = S3Store(
+    "bucket",
+    endpoint="http://127.0.0.1:9",
+    access_key_id="a",
+    secret_access_key="b",
+    region="nowhere",
+    client_options={"allow_http": True},
+    retry_config={"max_retries": 0},
+  )
+  store = ObjectStore(nobody)
+  for ask in (
+    lambda: store.get("data/x"),
+    lambda: store.put_if_absent("data/x", b""),
+    lambda: store.put("data/x", b""),
+    lambda: list(store.list("data")),
+  ):
+    with pytest.raises(StoreError) as caught:
+      ask()
+    said = str(caught.value)
+    assert said.startswith("data") and "http://127.0.0.1:9/bucket" in said
+    assert said.endswith("(Connection refused)")
+    assert "\n" not in said and len(said) < 200
+  with pytest.raises(StoreError, match=r"Unable to recognise URL .s4://x.$"):
+    open_store("s4://x")
+
+
+def test_a_missing_bucket_is_no_missing_object(s3_url):
+  """Or a typo would look like a chain that nobody began."""
+  address = s3_url.replace("s3://", "s3://no-")
+  store = object_store.open_object_store(address, timeout_s=60.0)
+  for ask in (
+    lambda: store.get("data/x"),
+    lambda: store.put_if_absent("data/x", b""),
+    lambda: store.put("data/x", b""),
+    lambda: list(store.list("data")),
+  ):
+    with pytest.raises(StoreError, match=r"bucket does not exist\)$") as caught:
+      ask()
+    assert not isinstance(caught.value, MissingObjectError)
+    assert "\n" not in str(caught.value)
