@@ -12,6 +12,11 @@ The model's shape is then that of --config, or what the chain's versions say
 under "model" in their metadata. --workdir, if given, keeps a copy of what was
 downloaded last, to restart from.
 
+Or random weights, to try a client or a load:
+
+    python launch/serve.py --config=configs/midtrain_tiny.py --random \
+        --tokenizer=tokenizer.json
+
 `composer_jax.serving.server` says what it answers to. SIGTERM stops it: open
 requests get --drain_s seconds to end.
 """
@@ -50,6 +55,11 @@ from launch.train import setup_logging
 _STORE = flags.DEFINE_string(
   "store", None, "A chain's place: a folder, or s3://, gs:// or az:// URL."
 )
+_RANDOM = flags.DEFINE_bool(
+  "random",
+  False,
+  "Serve random weights of --config's model, to try things out.",
+)
 _TOKENIZER = flags.DEFINE_string(
   "tokenizer", None, "A tokenizer.json; by default that of the run in workdir."
 )
@@ -63,7 +73,8 @@ _ENGINE = our_flags.define_fields(EngineConfig)
 _SERVER = our_flags.define_fields(ServerConfig)
 _FOLLOW = our_flags.define_fields(FollowConfig)
 
-_log = logging.getLogger(__name__)
+# Not __name__: as a program this is __main__, whose lines aren't shown.
+_log = logging.getLogger("launch.serve")
 
 
 class _Served(NamedTuple):
@@ -88,6 +99,8 @@ def main(config: ConfigDict | None, workdir: str | None) -> None:
       served = from_store(
         _STORE.value, train, workdir, follow_config.interval_s, stop
       )
+    elif _RANDOM.value:
+      served = from_nothing(train)
     else:
       served = from_run(train, workdir)
     if served is None:
@@ -147,7 +160,8 @@ def from_run(config: TrainConfig | None, workdir: str | None) -> _Served:
   """
   if config is None or workdir is None:
     raise ConfigError(
-      "give --config and --workdir of a training run, or --store of a chain"
+      "give --config and --workdir of a training run, or --store of a chain,"
+      " or --config, --tokenizer and --random"
     )
   model = _model(config.model)
   folder = Path(workdir).expanduser() / "checkpoints"
@@ -156,6 +170,22 @@ def from_run(config: TrainConfig | None, workdir: str | None) -> _Served:
   shapes = {"params": model.param_shapes, "balance": model.balance_shapes}
   state = restore_parts(folder, _abstract(shapes, where))
   weights = serving_weights(model, state["params"], state["balance"])
+  return _Served(model, weights, 0, tokenizer, None)
+
+
+def from_nothing(config: TrainConfig | None) -> _Served:
+  """Random weights, as training would begin with.
+
+  Raises:
+    ValueError: no config, or no tokenizer that fits it.
+  """
+  if config is None or not _TOKENIZER.value:
+    raise ConfigError("--random needs the --config and --tokenizer of a model")
+  model = _model(config.model)
+  tokenizer = Tokenizer.load(_TOKENIZER.value)
+  _check_vocabulary(tokenizer, model)
+  params, balance = jax.jit(model.init)(jax.random.key(config.seed))
+  weights = serving_weights(model, params, balance)
   return _Served(model, weights, 0, tokenizer, None)
 
 
