@@ -5,13 +5,14 @@ all at the same time, ask it turn by turn over HTTP, token ids in and out: each
 turn's prompt is the last one, its answer, and some new tokens. Meanwhile new
 versions are published, at even shares of the work.
 
-Then a sample of the answers is checked, whole sessions' order included, against
-a plain forward pass without a cache, by the weights of the version that each
-token names: log-probability and experts. `control` is the share of the checked
-tokens that the same check finds wrong when it takes another version's weights;
-it says how much the check can see, and should be near 1.
+Then a sample of the answers, those of several versions first, is compared with
+plain forward passes without a cache, by the weights of the version that each
+token names: log-probability and experts. A stale cache, or versions that go
+back within a session, count as wrong, too. `control` is the share of the
+checked answers' tokens that the same check finds wrong when it takes another
+version's weights; it says how much the check can see, and should be near 1.
 
-    python -m benchmarks.serving_load --json      # about 6 minutes on two cores
+    python -m benchmarks.serving_load --json     # 8 minutes on two busy cores
 
 Rows: prefix_sharing, sessions, turns, requests, failed, versions (that answered
 with tokens), swaps, swap_ms (mean pause), tokens, lost (sampled, by the
@@ -27,13 +28,12 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -146,9 +146,11 @@ def measure(load: Load, folder: Path, *, prefix_sharing: bool) -> dict:
     first = publisher.publish(trees[0], about).result()
     published = {first: trees[0]}
 
-    def publish() -> None:
+    def publish() -> int:
       tree = trees[len(published)]
-      published[publisher.publish(tree, about).result()] = tree
+      version = publisher.publish(tree, about).result()
+      published[version] = tree
+      return version
 
     with _server(flags) as url:
       sessions, failed, seconds = asyncio.run(_load(url, load, publish))
@@ -197,8 +199,6 @@ def _server(flags: list[str]) -> Iterator[str]:
     cwd=REPOSITORY,
     stdout=subprocess.PIPE,
     text=True,
-    # One device, whatever this process has.
-    env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
   )
   with server:
     try:
@@ -214,14 +214,13 @@ def _server(flags: list[str]) -> Iterator[str]:
 
 
 async def _load(
-  url: str, load: Load, publish
+  url: str, load: Load, publish: Callable[[], int]
 ) -> tuple[list[list[Answer]], int, float]:
   """All sessions at once: their answers, how many failed, and seconds."""
   total = load.sessions * load.turns
   done, failed = itertools.count(1), 0
   # The n-th version comes when so much of the work is done.
   due = {total * n // load.versions for n in range(1, load.versions)}
-  publishing = []
   loop = asyncio.get_running_loop()
   with concurrent.futures.ThreadPoolExecutor(1) as publisher:
     async with aiohttp.ClientSession(
@@ -244,13 +243,15 @@ async def _load(
           said = rng.integers(0, vocab, load.said).tolist()
           prompt = prompt + answer.token_ids + said
           if next(done) in due:
-            publishing.append(loop.run_in_executor(publisher, publish))
+            # This session goes on once it serves; the others don't wait.
+            version = await loop.run_in_executor(publisher, publish)
+            while (await _health(http))["version"] < version:
+              await asyncio.sleep(0.02)
         return answers
 
       began = time.perf_counter()
       sessions = await asyncio.gather(*map(session, range(load.sessions)))
       seconds = time.perf_counter() - began
-    await asyncio.gather(*publishing)
   return sessions, failed, seconds
 
 
@@ -315,6 +316,11 @@ async def _ask(
 
 
 _COLUMNS = ("token_ids", "logprobs", "versions", "stale", "routes")
+
+
+async def _health(http: aiohttp.ClientSession) -> dict:
+  async with http.get("/health") as response:
+    return await response.json()
 
 
 def _metrics(url: str) -> dict[str, float]:
