@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxtyping import PyTree
 
@@ -61,6 +61,9 @@ class PublisherConfig:
     when_busy: what `publish` does when no more may wait: "wait", or "skip" this
       version (with one process only; others would skip another).
     timeout_s: how long to wait for another publishing process, seconds.
+
+  Raises:
+    ValueError: if a field is none of its choices, or too small.
   """
 
   snapshot_every: int = 64
@@ -74,6 +77,17 @@ class PublisherConfig:
   pending: int = 1
   when_busy: Literal["wait", "skip"] = "wait"
   timeout_s: float = 600.0
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value, choices = getattr(self, field.name), get_args(field.type)
+      if choices and value not in choices:
+        raise ValueError(
+          f"{field.name} is {value!r}; it is one of {', '.join(choices)}"
+        )
+      least = 0 if field.name == "pending" else 1
+      if field.type is int and value < least:
+        raise ValueError(f"{field.name} is {value}; it is at least {least}")
 
 
 class Publisher:

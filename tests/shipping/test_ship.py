@@ -413,3 +413,19 @@ def test_a_chain_without_versions_has_nothing_to_expose(store):
   with Subscriber(store) as reader:
     assert reader.update() is None
     assert reader.current is None
+
+
+@pytest.mark.parametrize(
+  "field, value, message",
+  [
+    ("compare", "gpu", "compare is 'gpu'; it is one of host, device"),
+    ("effort", "large", "it is one of small, fast"),
+    ("snapshot_every", 0, "snapshot_every is 0; it is at least 1"),
+    ("pending", -1, "it is at least 0"),
+  ],
+)
+def test_a_wrong_config_is_told(field, value, message):
+  config = PublisherConfig()
+  object.__setattr__(config, field, value)  # past what tests check of types
+  with pytest.raises(ValueError, match=message):
+    config.__post_init__()
