@@ -1,7 +1,8 @@
 """One MoE layer's arrays, and its stages, ready to be called and checked.
 
 The inputs of a stage are random, not another kernel's results, so that each can
-be measured while others are wrong. Rows that belong to no token hold NaN.
+be measured while others are wrong. Rows that belong to no token hold NaN, or
+zero where a kernel asks for that.
 """
 
 import contextlib
@@ -124,12 +125,12 @@ class Problem:
     return self._poisoned(rows)
 
   def _poisoned(self, rows):
-    return _poison(rows, self.real)
+    return _poison(rows, self.real, jnp.nan)
 
 
 @jax.jit
-def _poison(rows, real):
-  return jnp.where(real[:, None], rows, jnp.nan)
+def _poison(rows, real, padding):
+  return jnp.where(real[:, None], rows, padding)
 
 
 @functools.lru_cache(1)
@@ -285,7 +286,7 @@ def _swiglu_gradient(p, changes, gathers=False):
 
 def _weight_gradient(left, right, p, changes):
   T, _, _, E, K = p.shape
-  x, d = getattr(p, left), getattr(p, right)
+  x, d = (_poison(getattr(p, a), p.real, 0) for a in (left, right))
   height, width = x.shape[1], d.shape[1]
 
   def error(gradient):

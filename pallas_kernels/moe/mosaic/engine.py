@@ -4,8 +4,8 @@ A kernel is persistent: one block an SM, in each two consumer warpgroups that
 multiply and one producer warpgroup that feeds them by TMA through a ring of
 stages in shared memory. While the consumers run a tile's epilogue, the producer
 already fetches the next tile. Work is assigned statically, so nothing that the
-hardware decides can change a result. Interpreted on CPUs and compiled for
-sm_90a in the tests; not yet run on a GPU.
+hardware decides can change a result. Each kernel is interpreted on CPUs and
+compiled for sm_90a in the tests; BUILD_NOTES.md says what ran on which GPU.
 """
 
 import dataclasses
@@ -23,8 +23,9 @@ DEPTH = 64
 # Rows of wgmma, a consumer's. A tile has them once, or once for each consumer.
 WARPGROUP_ROWS = FEW_ROWS = 64
 ROWS = 2 * WARPGROUP_ROWS
-# Registers of a producer thread: enough for it, and leaves 240 for a consumer,
-# whose SwiGLU epilogue spills with the 232 that 40 would leave.
+# Registers of a producer thread. A consumer has 240 then, and all together just
+# what a block is started with: 168 a thread. One step more, and consumers would
+# wait for registers for ever.
 _PRODUCER_REGISTERS = 24
 
 

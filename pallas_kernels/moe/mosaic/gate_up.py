@@ -3,8 +3,7 @@
 Both projections of a row share one pass over its tokens: two column slices of
 the same weights, two accumulators. The epilogue rounds the pre-activations to
 the storage type, which backward will read, and computes the activation from the
-rounded values, so that backward recomputes it to the bit. Interpreted on CPUs
-and compiled for sm_90a in the tests; not yet run on a GPU.
+rounded values, so that backward recomputes it to the bit.
 """
 
 import functools
@@ -64,17 +63,16 @@ def gate_up(
   chunk = engine.store_columns(dtype)
 
   def body(expert_ref, count_ref, w_ref, *rest):
+    sources = ()
     if movers:
-      token_ref, source_ref, act_ref, pre_ref, x_ref = rest
+      *sources, act_ref, pre_ref, x_ref = rest
     else:
       x_ref, act_ref, pre_ref = rest
-      token_ref = source_ref = None
     refs = expert_ref, count_ref, x_ref, w_ref, act_ref, pre_ref
     gather.beside(
       functools.partial(compute, *refs),
       movers,
-      token_ref,
-      source_ref,
+      sources,
       x_ref,
       count_ref[0],
       tile_rows=tile_rows,
@@ -144,7 +142,7 @@ def gate_up(
   ]
   if movers:
     out_type.append(gather.out_type(x, rows))
-    arrays = (token, gather.in_pieces(x))
+    arrays = gather.operands(x, token)
   else:
     arrays = (x,)
   act, pre, *_ = engine.launch(

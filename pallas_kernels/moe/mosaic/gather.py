@@ -7,8 +7,7 @@ wait; moving blocks wait for nobody. So the gather costs a few SMs instead of a
 pass over memory before the multiplication.
 
 The interpreter has no counters: there, `rows` proves the movement alone, and a
-model the protocol. Compiled for sm_90a; not yet run on a GPU, and chosen by a
-private switch of the layer (`overlap`) until it has.
+model the protocol. Chosen by a private switch of the layer, `overlap`.
 """
 
 import dataclasses
@@ -81,16 +80,21 @@ def block(tile_rows: int, width: int, dtype):
   )
 
 
+def operands(tokens: Float[Array, "T H"], token: Int[Array, "M"]):
+  """Returns what `move` reads: token, tokens and a row of zeros, in pieces."""
+  nothing = jnp.zeros((1, tokens.shape[1]), tokens.dtype)
+  return token, in_pieces(tokens), in_pieces(nothing)
+
+
 def beside(
-  compute, movers, token, source, target, num_tiles, *, tile_rows, wait=True
+  compute, movers, sources, target, num_tiles, *, tile_rows, wait=True
 ):
   """Runs compute(ready) on the blocks that don't gather.
 
   Args:
     compute: calls ready(row_tile) before it reads rows of that tile.
     movers: `Movers`, or None where nothing is to be gathered.
-    token: [M], the row of source for each row of target; -1 takes any.
-    source: [T, pieces, piece].
+    sources: of `operands`.
     target: [M, pieces, piece].
     num_tiles: row tiles in use.
     tile_rows: rows a tile.
@@ -116,8 +120,7 @@ def beside(
   @pl.when(block_id < movers.blocks)
   def _():
     move(
-      token,
-      source,
+      *sources,
       target,
       num_tiles * tile_rows,
       batch_rows=movers.minibatch * tile_rows,
@@ -130,12 +133,15 @@ def beside(
     compute(until_ready)
 
 
-def move(token, source, target, num_rows, *, batch_rows, lanes, hand_over):
+def move(
+  token, source, nothing, target, num_rows, *, batch_rows, lanes, hand_over
+):
   """Copies target[i] = source[token[i]] for i < num_rows: this lane's rows.
 
   Args:
-    token: [M]; a row with -1 gets the first row.
+    token: [M]; a row with -1 gets zeros.
     source: [T, pieces, piece].
+    nothing: [1, pieces, piece], zeros.
     target: [M, pieces, piece].
     num_rows: how many of the M.
     batch_rows: rows a minibatch.
@@ -164,18 +170,22 @@ def move(token, source, target, num_rows, *, batch_rows, lanes, hand_over):
 
       def wanted(i):
         at = jnp.minimum(first + i * lanes, token.shape[0] - 1)
-        return jnp.maximum(token[at], 0)
+        return token[at]
 
       def slot(i):
         return lax.rem(i, jnp.int32(depth))
 
       def fetch(i, row):
-        plgpu.copy_gmem_to_smem(
-          source.at[row],
-          buffers.at[me, slot(i)],
-          arrived.at[me * depth + slot(i)],
-          oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-        )
+        def copy(origin):
+          plgpu.copy_gmem_to_smem(
+            origin,
+            buffers.at[me, slot(i)],
+            arrived.at[me * depth + slot(i)],
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+          )
+
+        pl.when(row >= 0)(lambda: copy(source.at[row]))
+        pl.when(row < 0)(lambda: copy(nothing.at[0]))
 
       @pl.loop(0, jnp.minimum(count, depth))
       def _(i):
@@ -212,30 +222,27 @@ def rows(
 
   Args:
     tokens: H a multiple of 64.
-    token: of each row; where -1, the row gets any token.
+    token: of each row; where -1, the row gets zeros.
     num_tiles: how many tiles of `tile_rows` to fill; the others stay undefined.
     tile_rows: rows a tile.
     num_sms: blocks; no result depends on it.
   """
   lanes = num_sms * WARPGROUPS
 
-  def body(token_ref, count_ref, source_ref, target_ref):
+  def body(count_ref, *refs):
     num_rows = count_ref[0] * tile_rows
     move(
-      token_ref,
-      source_ref,
-      target_ref,
+      *refs,
       num_rows,
       batch_rows=num_rows,
       lanes=lanes,
       hand_over=lambda batch: None,
     )
 
-  operands = (token, num_tiles, in_pieces(tokens))
   gathered = engine.launch(
     body,
     out_type(tokens, len(token)),
-    *operands,
+    *(num_tiles, *operands(tokens, token)),
     num_sms=num_sms,
     name="moe_gather",
   )

@@ -8,9 +8,10 @@ the portable layer.
 
 Saved for backward: the inputs, the tables, and the gate and up pre-activations,
 never the expert outputs. No float atomics, one owner an output element, sums in
-a fixed order: the same bits whatever the number of SMs. Interpreted on CPUs and
-compiled for sm_90a in the tests; not yet run on a GPU, hence chosen only by
-name.
+a fixed order: the same bits whatever the number of SMs.
+
+Padding between groups is zero throughout, from the gathered rows on, so that
+the weight gradients need not tell it from rows.
 """
 
 import dataclasses
@@ -73,7 +74,7 @@ def apply(
       (all, by default). It sizes the tiles.
     out_dtype: dtype of the result, x.dtype by default.
     clamp: limit of the pre-activations, or None.
-    overlap: private until it has run: gathers beside multiplications, by these.
+    overlap: private: gathers beside multiplications, by these.
     grad_totals: float32 weight gradients to add to, see `moe_ffn`, or None.
 
   Returns:

@@ -2,8 +2,7 @@
 
 The down projection of forward, and the gradient of the rows in backward, which
 multiplies by the transpose: the same weights, read transposed from shared
-memory by the tensor cores, so no transposed copy of them exists. Interpreted on
-CPUs and compiled for sm_90a in the tests; not yet run on a GPU.
+memory by the tensor cores, so no transposed copy of them exists.
 """
 
 import functools
@@ -64,15 +63,15 @@ def matmul(
   specs = (engine.block((tile_rows, DEPTH), lambda i: (0, i), dtype), w_spec)
 
   def body(expert_ref, count_ref, x_ref, w_ref, *rest):
+    sources, rows_ref = (), None
     if movers:
-      token_ref, source_ref, y_ref, rows_ref = rest
+      *sources, y_ref, rows_ref = rest
     else:
-      (y_ref,), token_ref, source_ref, rows_ref = rest, None, None, None
+      (y_ref,) = rest
     gather.beside(
       functools.partial(compute, expert_ref, count_ref, x_ref, w_ref, y_ref),
       movers,
-      token_ref,
-      source_ref,
+      sources,
       rows_ref,
       count_ref[0],
       tile_rows=tile_rows,
@@ -137,7 +136,7 @@ def matmul(
   arrays = ()
   if movers:
     out_type.append(gather.out_type(tokens, rows))
-    arrays = (token, gather.in_pieces(tokens))
+    arrays = gather.operands(tokens, token)
   y, *gathered = engine.launch(
     body,
     out_type,

@@ -7,8 +7,7 @@ and the row sums of dA' * A, the gradient of the gate weight (so the expert
 outputs are never saved). Sums over column tiles are left apart, to be added in
 a fixed order. Pre-activations arrive by TMA, the first two chunks during the
 multiplication, the others two chunks ahead; gradients leave from where they
-lay. Interpreted on CPUs and compiled for sm_90a in the tests; not yet run on a
-GPU.
+lay.
 """
 
 import functools
@@ -81,17 +80,17 @@ def swiglu_gradient(
   act_chunk = plgpu.SMEM((2, *shape), dtype, transforms=swizzle)
 
   def body(expert_ref, count_ref, weight_ref, pre_ref, w_ref, *rest):
+    sources = ()
     if movers:
-      token_ref, source_ref, *outputs, dy_ref = rest
+      *sources, d_pre_ref, act_ref, d_weight_ref, dy_ref = rest
     else:
-      dy_ref, *outputs = rest
-      token_ref = source_ref = None
+      dy_ref, d_pre_ref, act_ref, d_weight_ref = rest
+    outputs = d_pre_ref, act_ref, d_weight_ref
     inputs = expert_ref, count_ref, dy_ref, weight_ref, pre_ref, w_ref
     gather.beside(
       functools.partial(compute, *inputs, *outputs),
       movers,
-      token_ref,
-      source_ref,
+      sources,
       dy_ref,
       count_ref[0],
       tile_rows=tile_rows,
@@ -204,7 +203,7 @@ def swiglu_gradient(
   ]
   if movers:
     out_type.append(gather.out_type(dy, rows))
-    arrays = (token, gather.in_pieces(dy))
+    arrays = gather.operands(dy, token)
   else:
     arrays = (dy,)
   *result, last = engine.launch(

@@ -22,7 +22,9 @@ KERNELS = (
   ("weight_gradient_by_columns", 1),
   ("weight_gradient_accumulated", 1),
 )
-# What a block can have on Hopper.
+# What a block can have on Hopper. Registers are those that it starts with, for
+# three warpgroups; warpgroups that ask each other for more wait for ever.
+REGISTERS = 3 * 168
 SHARED_BYTES = 227 * 1024
 SUFFIXES = (".ptx", ".ptxas", ".resources.txt")
 SCRIPT = pathlib.Path(__file__).with_name("compile_sm90.py")
@@ -85,6 +87,17 @@ def _check(ptx, report, resources):
   atomics = r"^\s*(?:@\S+\s+)?(?:cp\.reduce|(?:red|atom)\S*\.b?f\d+)"
   assert not re.search(atomics, ptx, re.MULTILINE)
   spills = re.findall(r"(\d+) bytes spill", report)
-  assert spills and set(spills) == {"0"}, report
+  # What a thread keeps for all tiles may be read back once a tile.
+  assert spills and max(map(int, spills)) <= 16, report
+  _check_registers(ptx)
   (shared,) = re.findall(r"smem_scratch_bytes=(\d+)", resources)
   assert int(shared) <= SHARED_BYTES
+
+
+def _check_registers(ptx):
+  """The producer gives up at least what both consumers take."""
+  given = re.findall(r"setmaxnreg\.dec\S* (\d+)", ptx)
+  taken = re.findall(r"setmaxnreg\.inc\S* (\d+)", ptx)
+  assert len(set(given)) == len(set(taken)) == ("wgmma" in ptx)
+  if given:
+    assert int(given[0]) + 2 * int(taken[0]) <= REGISTERS

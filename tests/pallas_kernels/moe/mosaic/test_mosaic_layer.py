@@ -98,7 +98,7 @@ def test_what_skipped_tokens_hold_reaches_nobody(monkeypatch):
   for sms, poison in ((2, 0.0), (3, jnp.nan)):
     monkeypatch.setattr(tiles, "sm_count", lambda sms=sms: sms)
     (x, ids, gates, *weights), dy = inputs("random")
-    skipped = jnp.arange(T)[:, None] % 3 == 1
+    skipped = jnp.arange(T)[:, None] % 3 == 0
     ids = jnp.where(skipped, -1, ids)
     x, gates, dy = (jnp.where(skipped, poison, a) for a in (x, gates, dy))
     result = interpreter.run(forward_backward, (x, ids, gates, *weights), dy)
