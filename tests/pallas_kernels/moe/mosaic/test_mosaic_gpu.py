@@ -1,8 +1,7 @@
-"""What is the Mosaic kernels' own on a GPU; the rest is in test_layer_gpu.py."""
+"""What the Mosaic kernels alone promise on a GPU; see test_layer_gpu.py."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -34,6 +33,6 @@ def test_gathering_beside_multiplications_changes_no_bit(tokens):
   expected = shared.bits(shared.compiled(mosaic.apply)(arguments, dy))
   for movers in (Movers(12, 2), Movers(5, 32)):
     layer = functools.partial(mosaic.apply, overlap=movers)
-    call = jax.jit(shared.compiled(layer))
+    call = shared.compiled(layer)
     for _ in range(5):
       assert shared.bits(call(arguments, dy)) == expected
