@@ -29,6 +29,7 @@ _WRITABLE = ("/work", "/tmp", "/dev/shm")
 def serve():
   """Answers requests until the host closes the pipe."""
   _refuse_unless_alone()
+  _send({}, b"")  # Ready.
   while True:
     header, payload = _receive()
     operation = header.pop("op")

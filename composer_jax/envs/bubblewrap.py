@@ -75,6 +75,22 @@ class Bubblewrap:
 
   async def create(self, snapshot: bytes = b"") -> Sandbox:
     """See `Provider.create`."""
+    starting = asyncio.create_task(self._start())
+    try:
+      # A bwrap that is killed while it starts leaves its child behind.
+      sandbox = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+      await (await starting).destroy()
+      raise
+    try:
+      if snapshot:
+        await sandbox.restore(snapshot)
+    except BaseException:
+      await sandbox.destroy()
+      raise
+    return sandbox
+
+  async def _start(self) -> Sandbox:
     drop = {}
     if os.geteuid() == 0:
       drop = {"user": _UNPRIVILEGED, "group": _UNPRIVILEGED, "extra_groups": []}
@@ -104,9 +120,8 @@ class Bubblewrap:
       os.close(read_end)
     sandbox = Sandbox(process, self.limits)
     try:
-      if snapshot:
-        await sandbox.restore(snapshot)
-    except BaseException:
+      await sandbox.ready()
+    except SandboxError:
       await sandbox.destroy()
       raise
     return sandbox

@@ -124,6 +124,14 @@ class Sandbox:
     self.limits = limits
     self._lock = asyncio.Lock()
 
+  async def ready(self) -> None:
+    """Waits until the agent has started.
+
+    Raises:
+      SandboxError: it did not.
+    """
+    await self._ask(None, b"", 0.0)
+
   @property
   def alive(self) -> bool:
     """Whether requests can be answered."""
@@ -233,7 +241,7 @@ class Sandbox:
       with contextlib.suppress(ProcessLookupError):
         self._process.kill()
     # Its standard output ends when the last process of the namespace has.
-    with contextlib.suppress(asyncio.TimeoutError):
+    with contextlib.suppress(TimeoutError):
       await asyncio.wait_for(self._process.communicate(), _GRACE_S)
 
   async def __aenter__(self) -> "Sandbox":
@@ -256,8 +264,9 @@ class Sandbox:
         raise SandboxError(f"The sandbox is gone. {await self._last_words()}")
       try:
         async with asyncio.timeout(wall_s + _GRACE_S):
-          self._process.stdin.write(sizes + head + data)
-          await self._process.stdin.drain()
+          if request is not None:  # Its first words come unasked.
+            self._process.stdin.write(sizes + head + data)
+            await self._process.stdin.drain()
           read = self._process.stdout.readexactly
           head_size, data_size = struct.unpack(">II", await read(8))
           return json.loads(await read(head_size)), await read(data_size)

@@ -80,6 +80,17 @@ class ChatFormat(Protocol):
       tools: JSON schemas of functions, as in the API.
     """
 
+  def extend(
+    self, reply: Sequence[int], messages: Sequence[Message]
+  ) -> list[int]:
+    """Token ids that go on from a reply to where the next one begins.
+
+    Args:
+      reply: as sampled, with the token that ended it if one did; what is
+        returned comes right after it.
+      messages: what is said to it, the results of its calls for instance.
+    """
+
   def reader(self) -> ReplyReader:
     """Reads a reply to one such prompt."""
 
@@ -156,6 +167,15 @@ class HermesFormat:
       pieces += [_START, f"{role}\n{body}", _END, "\n"]
     pieces += [_START, "assistant\n"]
     return self._encode(pieces)
+
+  def extend(
+    self, reply: Sequence[int], messages: Sequence[Message]
+  ) -> list[int]:
+    """See `ChatFormat`."""
+    end = self._encode([_END])[1:]
+    ended = tuple(reply[-len(end) :]) == tuple(end)
+    close = [] if ended else end
+    return [*close, *self._encode(["\n"])[1:], *self.prompt(messages, ())[1:]]
 
   def reader(self) -> "HermesReader":
     """See `ChatFormat`."""

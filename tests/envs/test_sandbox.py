@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -194,6 +195,21 @@ def test_destroy_ends_a_running_command():
     await wait_until(lambda: not processes(marker))
     with pytest.raises(SandboxError, match="is gone"):
       await sandbox.exec(["true"])
+
+  asyncio.run(test())
+
+
+def test_a_start_that_is_cancelled_leaves_nothing():
+  own = Bubblewrap(dataclasses.replace(LIMITS, disk_bytes=7_654_321))
+
+  async def test():
+    for delay in (0.0, 0.001, 0.003, 0.01):
+      starting = asyncio.create_task(own.create())
+      await asyncio.sleep(delay)
+      starting.cancel()
+      with contextlib.suppress(asyncio.CancelledError):
+        await (await starting).destroy()
+    await wait_until(lambda: not processes("7654321"))
 
   asyncio.run(test())
 
