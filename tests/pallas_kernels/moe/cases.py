@@ -48,6 +48,33 @@ def make(name, dtype=jnp.float32, seed=0):
   return arguments, normal(T, H)
 
 
+def routed(routing, shape, dtype):
+  """The same for a shape (T, H, I, E, K) that kernels with tiles can take."""
+  T, H, I, E, K = shape  # noqa: E741
+  rng = np.random.default_rng(0)
+
+  def normal(*shape, scale=1.0):
+    return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+  ids = {
+    "random": rng.integers(0, E, (T, K)),
+    "single_expert": np.full((T, K), 1),
+    "out_of_range": rng.integers(-2, E + 2, (T, K)),
+    "none_here": np.full((T, K), -1),
+    "one_row": np.where(np.arange(T * K).reshape(T, K) == 5, 2, E),
+    # One expert gets half of the rows, some get none.
+    "skewed": np.minimum(rng.geometric(0.5, (T, K)) - 1, E - 3),
+  }[routing]
+  arguments = (
+    normal(T, H),
+    jnp.asarray(ids, jnp.int32),
+    jnp.asarray(rng.random((T, K)), jnp.float32),
+    normal(E, H, 2, I, scale=H**-0.5),
+    normal(E, I, H, scale=I**-0.5),
+  )
+  return arguments, normal(T, H)
+
+
 def oracle(arguments, dy, clamp=np.inf):
   """y and the four gradients in float64, one row (token, k) at a time."""
   x, ids, gates, w_gate_up, w_down = (np.asarray(a) for a in arguments)

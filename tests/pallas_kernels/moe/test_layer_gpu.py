@@ -29,21 +29,8 @@ def layer(request):
 
 
 def inputs(skewed=True, dtype=jnp.bfloat16, tokens=T):
-  rng = np.random.default_rng(0)
-
-  def normal(*shape, scale=1.0):
-    return jnp.asarray(scale * rng.normal(size=shape), dtype)
-
-  ids = rng.integers(-1, E, (tokens, K))
-  if skewed:  # One expert gets half of the rows, some get none.
-    ids = np.minimum(rng.geometric(0.5, (tokens, K)) - 1, E - 3)
-  return (
-    normal(tokens, H),
-    jnp.asarray(ids, jnp.int32),
-    jnp.asarray(rng.random((tokens, K)), jnp.float32),
-    normal(E, H, 2, I, scale=H**-0.5),
-    normal(E, I, H, scale=I**-0.5),
-  ), normal(tokens, H)
+  routing = "skewed" if skewed else "out_of_range"
+  return cases.routed(routing, (tokens, H, I, E, K), dtype)
 
 
 def compiled(layer):

@@ -65,26 +65,7 @@ def triton_call(
 
 
 def inputs(routing, *, T=T, E=E, I=I):  # noqa: E741
-  rng = np.random.default_rng(0)
-
-  def normal(*shape, scale=1.0):
-    return jnp.asarray(scale * rng.normal(size=shape), jnp.float16)
-
-  ids = {
-    "random": rng.integers(0, E, (T, K)),
-    "single_expert": np.full((T, K), 1),
-    "out_of_range": rng.integers(-2, E + 2, (T, K)),
-    "none_here": np.full((T, K), -1),
-    "one_row": np.where(np.arange(T * K).reshape(T, K) == 5, 2, E),
-  }[routing]
-  arguments = (
-    normal(T, H),
-    jnp.asarray(ids, jnp.int32),
-    jnp.asarray(rng.random((T, K)), jnp.float32),
-    normal(E, H, 2, I, scale=H**-0.5),
-    normal(E, I, H, scale=I**-0.5),
-  )
-  return arguments, normal(T, H)
+  return cases.routed(routing, (T, H, I, E, K), jnp.float16)
 
 
 @functools.partial(jax.jit, static_argnames="clamp")
