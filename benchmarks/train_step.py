@@ -34,6 +34,14 @@ DOCUMENTS = 4
 GPU_VARIANTS = {
   "base": ({}, {}),
   "cudnn": ({"attention_kernel": "cudnn"}, {}),
+  "cudnn, mosaic": (
+    {"attention_kernel": "cudnn", "moe": {"implementation": "mosaic"}},
+    {},
+  ),
+  "cudnn, triton": (
+    {"attention_kernel": "cudnn", "moe": {"implementation": "triton"}},
+    {},
+  ),
   "cudnn, full remat": ({"attention_kernel": "cudnn", "remat": "full"}, {}),
   "cudnn, no remat": ({"attention_kernel": "cudnn", "remat": "none"}, {}),
   "cudnn, batch 16": ({"attention_kernel": "cudnn"}, {"batch_size": 16}),
@@ -103,6 +111,17 @@ def measure(config: TrainConfig, *, rounds: int) -> dict:
   }
 
 
+def change(config, changes: dict):
+  """Returns a config with other values; a dict changes a config in it."""
+  values = {
+    name: change(getattr(config, name), value)
+    if isinstance(value, dict)
+    else value
+    for name, value in changes.items()
+  }
+  return dataclasses.replace(config, **values)
+
+
 def main():
   """Measures every variant and prints the table."""
   flags = harness.arguments(__doc__)
@@ -118,13 +137,12 @@ def main():
   )
   rows, base_rate = [], None
   for label, (model, run) in (GPU_VARIANTS if on_gpu else CPU_VARIANTS).items():
-    config = dataclasses.replace(
-      base, model=dataclasses.replace(base.model, **model), **run
-    )
+    config = dataclasses.replace(base, model=change(base.model, model), **run)
     row = {"model": name, "variant": label}
     try:
       measured = measure(config, rounds=1 if flags.quick else 5)
-    except jax.errors.JaxRuntimeError as error:  # out of memory, say
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+      # Out of memory, or a kernel that isn't for this GPU.
       rows.append(row | {"error": str(error).split("\n")[0][:60]})
       continue
     rate = measured.pop("rate")

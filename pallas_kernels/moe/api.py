@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.moe import expert_parallel
 
 # Fastest first. Chosen only by name: the reference, which is for comparing, and
-# the Hopper and Triton kernels, which have not run on a GPU yet.
+# the Hopper and Triton kernels, until a training run has gone through them.
 _AUTOMATIC = ("xla",)
 IMPLEMENTATIONS = (*_AUTOMATIC, "reference", "mosaic", "triton")
 
