@@ -32,6 +32,8 @@ from composer_jax.envs.sandbox import Limits, Sandbox, SandboxError
 _UNPRIVILEGED = 64_999
 # Device files that hold no memory; /dev/zero, mapped shared, is unlimited.
 _DEVICES = ("null", "full", "random", "urandom")
+# Packages of the system's own Python may be what a task is about.
+_HIDDEN = ("/usr/lib/python3", "/usr/local")
 _LINKS = {
   "/bin": "usr/bin",
   "/sbin": "usr/sbin",
@@ -149,6 +151,8 @@ def _arguments(root: Path, limits: Limits) -> list[str]:
     arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
   for link, target in _LINKS.items():
     arguments += ["--symlink", target, link]
+  for hidden in filter(os.path.isdir, _HIDDEN):
+    arguments += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
   return [
     *arguments,
     *("--size", quarter, "--tmpfs", "/dev/shm"),
