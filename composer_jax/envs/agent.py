@@ -5,22 +5,24 @@ image, and started by the path. Being process 1 of a PID namespace, no process
 inside can signal it, and it can end all of them with one call; being
 undumpable, none can read or change its memory or its pipes.
 
-Messages both ways: two lengths (4 bytes, big-endian), a JSON object, bytes.
-A command's processes end with it, whatever sessions or daemons they made.
+Messages have two lengths (4 bytes, big-endian), a header and bytes. The header
+is marshalled from the host, which is trusted, and a JSON object to it. Modules
+that take milliseconds to import (json, signal, contextlib, pathlib) are
+avoided, because sandboxes must start quickly. A command's processes end with
+it, whatever sessions or daemons they made.
 """
 
-# It starts a hundred times a second, and pathlib takes a while to import.
-# ruff: noqa: PTH103, PTH116, PTH120, PTH123, PTH208
-import contextlib
-import json
+# ruff: noqa: PTH103, PTH116, PTH120, PTH123, PTH208, SIM105
+import _signal
+import marshal
 import os
 import resource
 import select
-import signal
 import stat
 import struct
 import sys
 import time
+from _json import encode_basestring_ascii
 
 _POLL_S = 0.01
 _WRITABLE = ("/work", "/tmp", "/dev/shm")
@@ -87,9 +89,11 @@ def run(stdin, *, argv, cwd, env, limits):
       reason = broken or "timeout"
       break
   status = _end_all(main, status)
-  with contextlib.suppress(BlockingIOError):
+  try:
     while chunk := os.read(output_r, 1 << 16):
       output.add(chunk)
+  except BlockingIOError:
+    pass
   os.close(output_r)
   os.close(ended)
   if stdin_w is not None:
@@ -175,7 +179,7 @@ def _become(argv, cwd, env, limits, stdin, output):
   """Turns the forked child into the command; never returns."""
   try:
     os.setsid()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
     os.dup2(stdin, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -204,10 +208,13 @@ def _check(limits, max_files):
   memory = 0
   for name in os.listdir("/proc"):
     if name.isdigit() and name != "1":
-      with contextlib.suppress(OSError), open(f"/proc/{name}/statm") as file:
-        _, resident, shared, *_ = map(int, file.read().split())
-        # Shared pages are files', whose sizes are limited.
-        memory += (resident - shared) * resource.getpagesize()
+      try:
+        with open(f"/proc/{name}/statm") as file:
+          _, resident, shared, *_ = map(int, file.read().split())
+      except OSError:  # It has ended.
+        continue
+      # Shared pages are files', whose sizes are limited.
+      memory += (resident - shared) * resource.getpagesize()
   if memory > limits["memory_bytes"]:
     return "memory", memory
   if any(_files(place) > most for place, most in max_files.items()):
@@ -221,18 +228,22 @@ def _files(place):
 
 
 def _reap(main, status):
-  with contextlib.suppress(ChildProcessError):
+  try:
     while (found := os.waitpid(-1, os.WNOHANG))[0]:
       if found[0] == main:
         status = found[1]
+  except ChildProcessError:
+    pass
   return status
 
 
 def _end_all(main, status):
   """Kills every other process of the namespace, and waits until it is gone."""
   while True:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(-1, signal.SIGKILL)
+    try:
+      os.kill(-1, _signal.SIGKILL)
+    except ProcessLookupError:
+      pass
     try:
       pid, code = os.waitpid(-1, 0)
     except ChildProcessError:
@@ -267,13 +278,13 @@ def _refuse_unless_alone():
     sys.exit("The agent must be process 1 of a PID namespace.")
   if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0):  # PR_SET_DUMPABLE
     sys.exit("The agent could not become undumpable.")
-  signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+  _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
 
 
 def _receive():
   sizes = _exactly(8)
   header, payload = struct.unpack(">II", sizes)
-  return json.loads(_exactly(header)), _exactly(payload)
+  return marshal.loads(_exactly(header)), _exactly(payload)
 
 
 def _exactly(size):
@@ -287,7 +298,11 @@ def _exactly(size):
 
 
 def _send(answer, data):
-  head = json.dumps(answer).encode()
+  fields = (
+    f'"{name}": {encode_basestring_ascii(v) if isinstance(v, str) else v}'
+    for name, v in answer.items()
+  )
+  head = f"{{{', '.join(fields)}}}".encode()
   left = memoryview(struct.pack(">II", len(head), len(data)) + head + data)
   while left:
     left = left[os.write(1, left) :]
