@@ -16,16 +16,14 @@ from absl import app, flags
 
 from composer_jax.envs.bubblewrap import Bubblewrap
 from composer_jax.envs.sandbox import SandboxError
-from composer_jax.envs.tasks import micro, repair, save
+from composer_jax.envs.tasks import implement, micro, repair, save
 from composer_jax.envs.tasks.validate import build
 
 _FROM = flags.DEFINE_multi_string(
   "from", [], "'micro', or the import name of a package; may be repeated."
 )
 _OUT = flags.DEFINE_string("out", "tasks.jsonl", "The file to write.")
-_COUNT = flags.DEFINE_integer(
-  "count", 200, "Candidates of each source at most."
-)
+_COUNT = flags.DEFINE_integer("count", 200, "Candidates of a source at most.")
 _SEED = flags.DEFINE_integer("seed", 0, "Chooses drills and faults.")
 _LANES = flags.DEFINE_integer("lanes", 2, "Sandboxes that work at a time.")
 
@@ -51,7 +49,9 @@ async def _build():
     if source == "micro":
       candidates = micro.generate(_SEED.value)
     else:
-      candidates = repair.generate(source, _SEED.value)
+      candidates = itertools.chain(
+        repair.generate(source, _SEED.value), implement.generate(source)
+      )
     candidates = itertools.islice(candidates, _COUNT.value)
     more, others = await build(provider, candidates, _LANES.value)
     kept += more

@@ -39,7 +39,7 @@ def conversation(
   if len(work) > work_chars:
     half = work_chars // 2
     cut = f"\n[{len(work) - 2 * half} characters]\n"
-    work = work[:half] + cut + work[-half:]
+    work = work[:half] + cut + work[len(work) - half :]
   # Nobody can write a text that holds the hash of itself, so what the policy
   # wrote can't close its tag.
   content = f"{outcome.task}\0{work}".encode(errors="surrogatepass")
@@ -65,7 +65,9 @@ def read_grades(answer: str, rubric: Mapping[str, str]) -> dict[str, float]:
     ValueError: it isn't, or lacks an aspect; the message says which.
   """
   # What a model thought aloud is no part of its answer, a fence is no matter.
-  text = answer.rpartition("</think>")[2].strip()
+  text = answer.strip()
+  if not text.startswith(("{", "```")):
+    text = text.rpartition("</think>")[2].strip()
   if fenced := re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.DOTALL):
     text = fenced[1]
   try:

@@ -7,12 +7,24 @@ import itertools
 import os
 import random
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from composer_jax.envs.attacks import LIMITS
 from composer_jax.envs.bubblewrap import Bubblewrap
-from composer_jax.envs.tasks import Probe, Task, load, micro, repair, save
+from composer_jax.envs.tasks import (
+  Probe,
+  Task,
+  implement,
+  load,
+  micro,
+  repair,
+  save,
+)
+from composer_jax.envs.tasks.examples import hold_out
 from composer_jax.envs.tasks.mutate import mutants
 from composer_jax.envs.tasks.types import start
 from composer_jax.envs.tasks.validate import build
@@ -69,7 +81,7 @@ def twice(x):
 
 def test_held_out_examples_leave_the_docstring():
   function = ast.parse(DOCUMENTED).body[0]
-  shown, lines = repair._hold_out(DOCUMENTED, function)
+  shown, lines = hold_out(DOCUMENTED, function)
   assert shown == DOCUMENTED.replace("  >>> twice('ab')\n  'abab'\n", "")
   assert lines[:2] == ("twice(2)", "twice('ab')")
   assert set(lines[2:]) == {
@@ -108,6 +120,29 @@ def test_repairs_of_a_real_package_hold(provider):
     assert not verdict.ok and verdict.total == len(task.probe.lines)
     (path,) = task.files
     assert task.gold.keys() == {path} and task.gold[path] != task.files[path]
+
+
+def test_bodies_are_taken_out_and_can_be_put_back(provider):
+  candidates = list(implement.generate("toolz"))
+  assert len(candidates) > 20
+  for task in candidates:
+    ((path, broken),) = task.files.items()
+    name = task.task_id.split("-")[1].rsplit(".")[-1]
+    old, new = (
+      {n.name: n for n in ast.parse(text).body if hasattr(n, "name")}
+      for text in (task.gold[path], broken)
+    )
+    assert old.keys() == new.keys()
+    assert ast.unparse(new[name].body[1]) == "raise NotImplementedError"
+    assert len(new[name].body) == 2
+    for text in (old, new):
+      del text[name].body[1:]
+    assert {k: ast.dump(v) for k, v in old.items()} == {
+      k: ast.dump(v) for k, v in new.items()
+    }
+  few = random.Random(0).sample(candidates, 4)
+  kept, dropped = run_build(provider, few)
+  assert len(kept) + dropped.total() == 4 and len(kept) >= 2
 
 
 def test_the_visible_test_finds_what_the_docstring_shows(provider):
@@ -216,6 +251,26 @@ def test_tasks_on_disk(tmp_path):
   path.write_text(path.read_text() + '{"task_id": "x"}\n')
   with pytest.raises(ValueError, match="line 6, is no task"):
     load(path)
+
+
+def launch(*flags):
+  return subprocess.run(
+    [sys.executable, "launch/tasks.py", *flags],
+    capture_output=True,
+    text=True,
+    cwd=Path(__file__).parents[2],
+  )
+
+
+def test_launch_builds_tasks(tmp_path):
+  path = tmp_path / "tasks.jsonl"
+  result = launch("build", "--from=micro", "--count=3", f"--out={path}")
+  assert result.stdout == f"3 tasks in {path}\n", result.stderr
+  assert all(task.probe.answers for task in load(path))
+  result = launch("build", "--from=no_such_package", f"--out={path}")
+  assert result.returncode == 1 and "pip install it" in result.stderr
+  assert "Traceback" not in result.stderr
+  assert "Usage" in launch("buidl").stderr
 
 
 def test_what_can_not_be_made_is_explained(provider):

@@ -37,7 +37,7 @@ class Task:
 
   Attributes:
     task_id: unique, and the same whenever the same task is made.
-    kind: "micro" or "repair".
+    kind: "micro", "repair" or "implement".
     prompt: what the policy is told.
     base: an installed package that is copied into the repository; "" for none.
       No image that a policy works in may hold it, too: there is the gold.
