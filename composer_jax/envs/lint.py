@@ -1,14 +1,16 @@
-"""Whether edited Python files parse, and whether they got worse, by ruff.
+"""Whether edited Python files compile, and whether they break more rules.
 
-The files are a policy's, so they are read in a process of their own: a text
-can be nested so deeply that a parser, CPython's too, takes its process with it.
-Repositories' own settings and comments such as `noqa` have no say, since a
-policy could write them.
+The first is Python's word, the second ruff's. The files are a policy's, so they
+are read in processes of their own: a text can be nested so deeply that a parser
+takes its process with it. Nothing in them is run. Settings of repositories and
+comments such as `noqa` have no say, since a policy could write them.
 """
 
 import asyncio
 import dataclasses
 import json
+import signal
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -18,7 +20,22 @@ from composer_jax.envs.outcome import Edit, InfrastructureError
 # Names that are undefined, imports that are unused, formats that don't fit:
 # pyflakes' rules, which say nothing of taste.
 RULES = ("F",)
-_SYNTAX = "invalid-syntax"
+_CHECK = (
+  *("check", "--isolated", "--no-cache", "--ignore-noqa"),
+  *("--target-version=py312", "--output-format=json"),
+)
+_NO = 3
+_COMPILE = (
+  *(sys.executable, "-I", "-S", "-W", "ignore", "-c"),
+  f"""\
+import sys
+try:
+  compile(sys.stdin.buffer.read(), "file", "exec")
+except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
+  sys.exit({_NO})""",
+)
+# The stack overflowed: no machine's fault, but that of the text.
+_CRASHED = (-signal.SIGABRT, -signal.SIGSEGV)
 _TIMEOUT_S = 60.0
 
 
@@ -28,7 +45,7 @@ class Lint:
 
   Attributes:
     files: edited, and not deleted.
-    broken: of them, those that aren't Python.
+    broken: of them, those that don't compile.
     worse: of them, those that break some rule more often than before the edit.
   """
 
@@ -40,7 +57,7 @@ class Lint:
 async def lint(
   edits: Mapping[str, Edit], rules: tuple[str, ...] = RULES
 ) -> Lint:
-  """Reads the Python files among the edited ones, as Python 3.12.
+  """Reads the Python files among the edited ones.
 
   Args:
     edits: path -> what was changed; other files are left alone.
@@ -48,34 +65,55 @@ async def lint(
 
   Raises:
     ImportError: ruff isn't installed.
-    InfrastructureError: it could not be run.
+    InfrastructureError: it or Python could not be run.
   """
   files = broken = worse = 0
   for path, edit in edits.items():
-    if PurePosixPath(path).suffix in (".py", ".pyi") and edit.after is not None:
-      before = await _findings(edit.before or b"", path, rules)
-      after = await _findings(edit.after, path, rules)
-      files += 1
-      broken += _SYNTAX in after
-      worse += bool(after - before)
+    suffix = PurePosixPath(path).suffix
+    if suffix not in (".py", ".pyi") or edit.after is None:
+      continue
+    # Only so much of the name matters to rules; the rest is the policy's.
+    package = PurePosixPath(path).stem == "__init__"
+    name = f"{'__init__' if package else 'module'}{suffix}"
+    before = await _findings(edit.before or b"", name, rules)
+    after = await _findings(edit.after, name, rules)
+    files += 1
+    broken += not await _compiles(edit.after)
+    worse += bool(after - before)
   return Lint(files, broken, worse)
 
 
-async def _findings(text: bytes, path: str, rules) -> Counter[str]:
+async def _compiles(text: bytes) -> bool:
+  status, _, errors = await _run(_COMPILE, text)
+  if status in (_NO, *_CRASHED):
+    return False
+  if status:
+    raise InfrastructureError("lint", f"Python ended with {status}: {errors}")
+  return True
+
+
+async def _findings(text: bytes, name: str, rules) -> Counter[str]:
   """How often each rule is broken."""
   try:
     text.decode()
   except UnicodeDecodeError:
-    return Counter([_SYNTAX])
-  # Only so much of the name matters to rules; the rest is the policy's.
-  name = PurePosixPath(path)
-  stem = "__init__" if name.stem == "__init__" else "module"
+    return Counter(["not UTF-8"])
+  arguments = (f"--select={','.join(rules)}", f"--stdin-filename={name}", "-")
+  command = (_ruff(), *_CHECK, *arguments)
+  status, output, errors = await _run(command, text)
+  if status in _CRASHED:
+    return Counter(["nested too deeply"])
+  if status not in (0, 1):
+    raise InfrastructureError("lint", f"ruff ended with {status}: {errors}")
+  return Counter(finding["code"] for finding in json.loads(output))
+
+
+async def _run(command, text: bytes) -> tuple[int, bytes, str]:
+  """Exit status, output, and the end of the errors."""
+  program = PurePosixPath(command[0]).name
   try:
     process = await asyncio.create_subprocess_exec(
-      *(_ruff(), "check", "--isolated", "--no-cache", "--ignore-noqa"),
-      *("--target-version=py312", "--output-format=json"),
-      *(f"--select={','.join(rules)}", f"--stdin-filename={stem}{name.suffix}"),
-      "-",
+      *command,
       stdin=asyncio.subprocess.PIPE,
       stdout=asyncio.subprocess.PIPE,
       stderr=asyncio.subprocess.PIPE,
@@ -83,28 +121,19 @@ async def _findings(text: bytes, path: str, rules) -> Counter[str]:
       env={},
     )
   except OSError as error:
-    raise InfrastructureError("lint", f"ruff didn't start: {error}") from error
+    detail = f"{program} didn't start: {error}"
+    raise InfrastructureError("lint", detail) from error
   try:
     async with asyncio.timeout(_TIMEOUT_S):
       output, errors = await process.communicate(text)
   except TimeoutError:
-    raise InfrastructureError(
-      "lint", f"ruff took longer than {_TIMEOUT_S:g} s for {path}"
-    ) from None
+    detail = f"{program} took longer than {_TIMEOUT_S:g} s"
+    raise InfrastructureError("lint", detail) from None
   finally:
     if process.returncode is None:
       process.kill()
       await process.wait()
-  # Its stack overflowed: no machine's fault, but that of the text.
-  if process.returncode in (-6, -11):
-    return Counter([_SYNTAX])
-  if process.returncode not in (0, 1):
-    raise InfrastructureError(
-      "lint",
-      f"ruff ended with {process.returncode}:"
-      f" {errors.decode(errors='replace')[-300:]}",
-    )
-  return Counter(finding["code"] for finding in json.loads(output))
+  return process.returncode, output, errors.decode(errors="replace")[-300:]
 
 
 def _ruff() -> str:

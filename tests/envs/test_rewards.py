@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 from decimal import Decimal, localcontext
 
 import pytest
@@ -107,6 +108,9 @@ def test_parts_and_total_side_by_side():
   expected = 0.75 + 0.5 + 0.225 + 8 / 3 + 0.1 * length + 2.1
   assert reward.total == pytest.approx(expected)
   assert reward.failure is None
+  assert reward.weighted["length"] == pytest.approx(0.1 * length)
+  assert reward.weighted["lint"] == 0.0
+  assert sum(reward.weighted.values()) == pytest.approx(reward.total)
   # Aspects without a weight are not paid for.
   assert judge.asked == [{"style": "Does it fit in?"}]
 
@@ -136,6 +140,8 @@ def test_a_failure_is_no_reward_of_zero():
   assert math.isnan(reward.total)
   assert reward.parts == {}
   assert reward.failure == Failure("sandbox", "gone")
+  with pytest.raises(InfrastructureError, match="sandbox: gone"):
+    print(reward.weighted)
   # Zero tests are a verifier's failure, zero passed ones the policy's.
   assert scored(Outcome(), {"tests": 1.0}).failure.where == "verifier"
   assert scored(Outcome(), {"solved": 1.0}).failure.where == "verifier"
@@ -147,17 +153,18 @@ def test_a_failure_is_no_reward_of_zero():
 
 
 def test_failures_are_excluded_and_counted():
+  weights = {"solved": 2.0}
   rewards = [
-    Reward(1.0, {"solved": 1.0}),
-    Reward(math.nan, {}, Failure("judge", "a")),
-    Reward(0.0, {"solved": 0.0}),
-    Reward(math.nan, {}, Failure("judge", "b")),
-    Reward(math.nan, {}, Failure("sandbox", "c")),
+    Reward({"solved": 1.0}, weights),
+    Reward({}, weights, Failure("judge", "a")),
+    Reward({"solved": 0.0}, weights),
+    Reward({}, weights, Failure("judge", "b")),
+    Reward({}, weights, Failure("sandbox", "c")),
   ]
   assert usable(rewards) == ([0, 2], {"judge": 2, "sandbox": 1})
   assert summarize(rewards) == {
     "reward/count": 2.0,
-    "reward/total": 0.5,
+    "reward/total": 1.0,
     "reward/solved": 0.5,
     "excluded/judge": 2.0,
     "excluded/sandbox": 1.0,
@@ -206,7 +213,8 @@ def test_aspects_need_a_judge():
 
 # The length's cost.
 
-EFFORT = st.floats(0, 1e6)
+# Below 1e-300, products vanish.
+EFFORT = st.one_of(st.just(0.0), st.floats(1e-290, 1e6))
 K = st.floats(1e-6, 1e3)
 Q = st.one_of(st.floats(0, 4), st.sampled_from([0.0, 1.0, 2.0]))
 
@@ -250,10 +258,10 @@ def test_length_cost_by_hand():
   assert length_cost(8.0, 1.0, 0.0) == pytest.approx(8.0)
   assert length_cost(math.e - 1, 1.0, 1.0) == pytest.approx(1.0)
   assert length_cost(3.0, 1.0, 2.0) == pytest.approx(0.75)
-  # A detour of 1,000 costs ten times as much after 0 as after 100,000.
-  start = length_cost(1.0, 1.0, 0.5)
-  late = length_cost(101.0, 1.0, 0.5) - length_cost(100.0, 1.0, 0.5)
-  assert start / late == pytest.approx(16.6, abs=0.1)
+  # Another 3,000 tokens cost 2 at first, a seventh of it after 99,000.
+  late = length_cost(102.0, 1.0, 0.5) - length_cost(99.0, 1.0, 0.5)
+  assert length_cost(3.0, 1.0, 0.5) == pytest.approx(2.0)
+  assert late == pytest.approx(2 * (math.sqrt(103) - 10))
 
 
 # Edited files.
@@ -286,12 +294,22 @@ def test_lint_can_not_be_talked_out_of():
     b"\xff\xfe",
     b"x = \0\n",
     b"def f():\nreturn 1\n",
-    b"def f():\n  nonlocal x\n",
-    b"x = " + b"[" * 200_000 + b"]" * 200_000,
+    b"return 1\n",
+    b"x = " + b"[" * 50_000 + b"]" * 50_000,
+    b"x = " + b"-" * 50_000 + b"1",
   ],
 )
 def test_no_python(text):
   assert linted({"a.py": Edit(b"x = 1\n", text)}) == Lint(1, 1, 1)
+
+
+def test_what_python_alone_knows():
+  nonlocal_ = b"def f():\n  nonlocal x\n"
+  assert linted({"a.py": Edit(None, nonlocal_)}).broken == 1
+  latin = "# coding: latin-1\nx = 'é'\n".encode("latin-1")
+  assert linted({"a.py": Edit(latin, latin + b"\n")}) == Lint(1, 0, 0)
+  new = b"def f[T](x: T) -> T:\n  match x:\n    case _:\n      return x\n"
+  assert linted({"a.py": Edit(None, new)}) == Lint(1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +328,10 @@ def test_a_linter_that_fails_is_no_fault(monkeypatch):
   monkeypatch.undo()
   with pytest.raises(InfrastructureError, match="ruff ended with 2"):
     linted(edits, rules=("NOSUCH",))
+  killed = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+  monkeypatch.setattr(lint_module, "_COMPILE", killed)
+  with pytest.raises(InfrastructureError, match="Python ended with -9"):
+    linted(edits)
   monkeypatch.setattr(lint_module, "_TIMEOUT_S", 0.0)
   with pytest.raises(InfrastructureError, match="took longer"):
     linted(edits)
