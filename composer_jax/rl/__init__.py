@@ -1,0 +1,1 @@
+"""Reinforcement learning: rollouts, trajectories, objective, learner."""
