@@ -6,7 +6,8 @@
 Any endpoint of OpenAI's chat completions will do. The rubric is split into
 aspects, each graded by itself. Grades are kept on disk under a hash of all that
 the model was shown, so the same work gets the same grades. A judge that can't
-be reached or understood gives no grade, which is not a grade of 0.
+be reached or understood gives no grade, which is not a grade of 0. Needs the
+extra `rewards`.
 """
 
 import asyncio

@@ -67,7 +67,7 @@ def read_grades(answer: str, rubric: Mapping[str, str]) -> dict[str, float]:
   # What a model thought aloud is no part of its answer, a fence is no matter.
   text = answer.strip()
   if not text.startswith(("{", "```")):
-    text = text.rpartition("</think>")[2].strip()
+    text = re.sub(r"\A.*</think>\s*(?=[{`])", "", text, flags=re.DOTALL)
   if fenced := re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.DOTALL):
     text = fenced[1]
   try:
