@@ -33,6 +33,8 @@ _LOCAL_RETRY_S = 0.05
 # What a server that names no time is given.
 _HTTP_RETRY_S = 1.0
 
+_CONNECT_S = 10.0
+
 
 class ServerError(Exception):
   """An engine failed to answer; the same request may succeed elsewhere."""
@@ -171,8 +173,7 @@ class HttpEndpoint:
 
     Args:
       client: an `aiohttp.ClientSession`, of which one serves for all servers.
-        Its own limit of connections and its timeout count too: better lift
-        them, with `TCPConnector(limit=0)` and `ClientTimeout(total=None)`.
+        Its limit of 100 connections counts, too: `TCPConnector(limit=0)`.
       url: of the server, as `http://host:port`.
       model: its name there.
       chat: whose `stop_ids` and `stop` end a reply.
@@ -204,8 +205,12 @@ class HttpEndpoint:
       "max_tokens": max_tokens,
       "seed": seed,
     }
+    # How long an answer may take is the asker's to say.
+    timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S)
     try:
-      async with self._client.post(self._url, json=body) as response:
+      async with self._client.post(
+        self._url, json=body, timeout=timeout
+      ) as response:
         status, headers = response.status, response.headers
         answer = await response.json(content_type=None)
     except (aiohttp.ClientError, OSError) as error:

@@ -3,13 +3,14 @@
     rollouts = Rollouts(Pool(endpoints), RolloutConfig())
     group = await rollouts.group(task_id, play, size=16, seed=(run, step))
 
-`play` lets a sampler work on the task once and scores what it did; `episode`
-makes one from a sandbox, a harness and a reward.
+`play` lets a sampler work on the task once and scores what it did; see
+`composer_jax.rl.play`.
 
-What the machinery fails (a sandbox, an engine, the time) is no result of the
-policy: such a rollout is begun anew with the same seed, so that failing gives
-no second draw, and is counted where that doesn't help. It never gets a reward.
-Everything else that is raised is a mistake of somebody's, and is raised here.
+What machinery fails (a sandbox, an engine, a judge, the time) is no result of
+the policy: such a rollout is begun anew with the same seed, so that failing
+gives no second draw, and is counted where that doesn't help. It never gets a
+reward. Everything else that is raised is somebody's mistake, and is raised
+here.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ import numpy as np
 from jaxtyping import UInt
 
 from composer_jax.envs import harness
-from composer_jax.envs.sandbox import Sandbox, SandboxError
-from composer_jax.envs.tools import Toolbox
+from composer_jax.envs.outcome import Failure, InfrastructureError
+from composer_jax.envs.sandbox import SandboxError
 from composer_jax.rl.endpoints import ServerError
 from composer_jax.rl.sessions import Pool
 from composer_jax.rl.trajectory import Group, Sampling, Trajectory
@@ -60,21 +61,6 @@ class RolloutConfig:
         raise ValueError(f"{name}={value} must be above 0.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-  """A rollout that came to nothing, through no fault of the policy's.
-
-  Attributes:
-    task_id: of its task.
-    what: failed: "sandbox", "server" or "time".
-    message: of the last attempt.
-  """
-
-  task_id: str
-  what: str
-  message: str
-
-
 class Rollouts:
   """Runs rollouts, so many at a time.
 
@@ -82,7 +68,8 @@ class Rollouts:
   cancels its request in the engine, and destroys its sandbox.
 
   Attributes:
-    counts: of attempts: "done", and those that failed by `Failure.what`.
+    counts: of attempts: "done", and those that failed by `Failure.where`:
+      "sandbox", "server", "time", or what a reward needs.
   """
 
   def __init__(self, pool: Pool, config: RolloutConfig | None = None):
@@ -116,7 +103,7 @@ class Rollouts:
       return Group(
         task_id,
         tuple(e for e in ended if isinstance(e, Trajectory)),
-        collections.Counter(e.what for e in ended if isinstance(e, Failure)),
+        collections.Counter(e.where for e in ended if isinstance(e, Failure)),
       )
     raise first
 
@@ -136,8 +123,8 @@ class Rollouts:
         if isinstance(ended, Trajectory):
           self.counts["done"] += 1
           break
-        self.counts[ended.what] += 1
-        _log.warning("Attempt %d failed: %s", attempt, ended)
+        self.counts[ended.where] += 1
+        _log.warning("Attempt %d at %s failed: %s", attempt, task_id, ended)
     return ended
 
   async def _attempt(self, task_id, play, seed) -> Trajectory | Failure:
@@ -146,44 +133,17 @@ class Rollouts:
       async with asyncio.timeout(limit) as clock:
         with self.pool.session(sampling, seed) as sampler:
           transcript, rewards = await play(sampler)
+    except InfrastructureError as error:
+      return error.failure
     except SandboxError as error:
-      return Failure(task_id, "sandbox", str(error))
+      return Failure("sandbox", str(error))
     except ServerError as error:
-      return Failure(task_id, "server", str(error))
+      return Failure("server", str(error))
     except TimeoutError:
       if not clock.expired():
         raise
-      return Failure(task_id, "time", f"It took more than {limit:g} s.")
+      return Failure("time", f"It took more than {limit:g} s.")
     return to_trajectory(transcript, sampling, rewards, task_id)
-
-
-def episode(
-  start: Callable[[], Awaitable[Sandbox]],
-  dialect: harness.Dialect,
-  toolbox: Toolbox,
-  prompt: str,
-  score: Callable[[harness.Transcript, Sandbox], Awaitable[Rewards]],
-  budget: harness.Budget | None = None,
-) -> Play:
-  """A `Play` in a sandbox of its own.
-
-  Args:
-    start: makes a sandbox with the task's files.
-    dialect: how the policy is spoken to.
-    toolbox: what it can call.
-    prompt: the task.
-    score: gives the reward's parts; the sandbox is as the policy left it.
-    budget: what it may use.
-  """
-
-  async def play(sampler):
-    async with await start() as sandbox:
-      transcript = await harness.run(
-        sampler, dialect, sandbox, toolbox, prompt, budget
-      )
-      return transcript, await score(transcript, sandbox)
-
-  return play
 
 
 def to_trajectory(

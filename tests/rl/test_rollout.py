@@ -10,11 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+from composer_jax.envs import harness
 from composer_jax.envs.harness import Budget
+from composer_jax.envs.outcome import Failure, InfrastructureError
 from composer_jax.envs.sandbox import SandboxError
 from composer_jax.envs.tools import Toolbox
 from composer_jax.rl.endpoints import HttpEndpoint, LocalEndpoint
-from composer_jax.rl.rollout import Failure, RolloutConfig, Rollouts, episode
+from composer_jax.rl.rollout import RolloutConfig, Rollouts
 from composer_jax.rl.sessions import Pool, PoolConfig
 from composer_jax.rl.trajectory import Sampling
 from composer_jax.serving import AsyncEngine, Engine, RequestError
@@ -56,10 +58,14 @@ def playing(sandboxes=None, budget=None, score=passed):
   """A `Play` in fake sandboxes, the given ones first."""
   left = list(sandboxes or ())
 
-  async def start():
-    return left.pop(0) if left else FakeSandbox()
+  async def play(sampler):
+    async with left.pop(0) if left else FakeSandbox() as sandbox:
+      transcript = await harness.run(
+        sampler, DIALECT, sandbox, silent_toolbox(), "Do it.", budget
+      )
+      return transcript, await score(transcript, sandbox)
 
-  return episode(start, DIALECT, silent_toolbox(), "Do it.", score, budget)
+  return play
 
 
 def run_rollouts(body, *servers, config=None, **pool_config):
@@ -163,7 +169,7 @@ def test_a_sandbox_that_fails_gives_no_reward():
     return failure, await one(rollouts, sandboxes=once)
 
   (failure, trajectory), rollouts = run_rollouts(body, server)
-  assert failure == Failure("task", "sandbox", "the machine is gone")
+  assert failure == Failure("sandbox", "the machine is gone")
   assert trajectory.reward == 0.625
   assert rollouts.counts == {"sandbox": 3, "done": 1}
   # Each attempt began anew and asked the same.
@@ -198,11 +204,23 @@ def test_what_failed_is_counted_in_its_group():
   assert len({b["seed"] for b in server.bodies}) == 1 + 3 * 3
 
 
+def test_a_reward_that_machinery_fails_is_no_zero():
+  async def unjudged(transcript, sandbox):
+    del transcript, sandbox
+    raise InfrastructureError("judge", "no grades")
+
+  failure, rollouts = run_rollouts(
+    functools.partial(one, score=unjudged), FakeServer(replies=REPLIES)
+  )
+  assert failure == Failure("judge", "no grades")
+  assert rollouts.counts == {"judge": 2}
+
+
 def test_a_rollout_that_takes_too_long_is_no_zero():
   server = FakeServer(*["stall"] * 9)
   config = RolloutConfig(rollout_s=0.2, attempts=2)
   failure, rollouts = run_rollouts(one, server, config=config)
-  assert failure == Failure("task", "time", "It took more than 0.2 s.")
+  assert failure == Failure("time", "It took more than 0.2 s.")
   assert rollouts.counts == {"time": 2} and server.cancelled == 2
 
 
@@ -263,6 +281,7 @@ def test_a_real_engine():
     check_tokens_in_process_and_over_http(rig)
     check_cancelling_reaches_the_engine(rig)
     check_a_full_engine_is_waited_for(rig)
+  check_a_closed_engine_is_no_zero()
 
 
 @functools.cache
@@ -397,7 +416,7 @@ def check_a_full_engine_is_waited_for(rig):
   asyncio.run(body())
 
 
-def test_a_closed_engine_is_no_zero():
+def check_a_closed_engine_is_no_zero():
   engine = Engine(serving_rig.model(), serving_rig.weights(), ENGINE, version=0)
   front = AsyncEngine(engine)
   front.close()
@@ -408,7 +427,7 @@ def test_a_closed_engine_is_no_zero():
     return await one(Rollouts(pool), budget=Budget(turn_tokens=4))
 
   failure = asyncio.run(body())
-  assert failure.what == "server" and "closed" in failure.message
+  assert failure.where == "server" and "closed" in failure.detail
 
 
 def test_routes_that_do_not_fit_are_refused():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_jax.rl.trajectory import Group, Sampling, Trajectory
@@ -147,6 +147,7 @@ def groups(draw):
   return task_id, several, failures
 
 
+@settings(deadline=None, max_examples=50)
 @given(groups())
 def test_what_was_saved_is_loaded(drawn):
   task_id, several, failures = drawn
