@@ -118,7 +118,6 @@ async def _run(command, text: bytes) -> tuple[int, bytes, str]:
       stdout=asyncio.subprocess.PIPE,
       stderr=asyncio.subprocess.PIPE,
       cwd="/",
-      env={},
     )
   except OSError as error:
     detail = f"{program} didn't start: {error}"
