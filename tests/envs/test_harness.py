@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import os
-import shutil
 
 import numpy as np
 import pytest
@@ -19,8 +17,7 @@ from composer_jax.envs.tools import Toolbox
 from composer_jax.serving.chat import HermesFormat, Message, ToolCall
 from composer_jax.serving.dialect import ChatDialect
 
-if not shutil.which("bwrap") and "CI" not in os.environ:
-  pytest.skip("needs bubblewrap", allow_module_level=True)
+pytestmark = pytest.mark.sandbox
 
 
 def make_tokenizer():

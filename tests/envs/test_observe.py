@@ -4,8 +4,6 @@ import asyncio
 import dataclasses
 import io
 import itertools
-import os
-import shutil
 import subprocess
 import tarfile
 
@@ -112,10 +110,7 @@ def test_a_sparse_file_is_not_unpacked(tmp_path, form):
   assert changed(archive({}), data) == {}
 
 
-@pytest.mark.skipif(
-  not shutil.which("bwrap") and "CI" not in os.environ,
-  reason="needs bubblewrap",
-)
+@pytest.mark.sandbox
 def test_a_solved_task_is_worth_more_than_an_untouched_one():
   async def test():
     provider = Bubblewrap(LIMITS)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -16,8 +15,7 @@ from composer_jax.envs.bubblewrap import Bubblewrap
 from composer_jax.envs.sandbox import FileError, Limits, Pool, SandboxError
 from composer_jax.envs.seccomp import program
 
-if not shutil.which("bwrap") and "CI" not in os.environ:
-  pytest.skip("needs bubblewrap", allow_module_level=True)
+pytestmark = pytest.mark.sandbox
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,7 @@ import ast
 import asyncio
 import dataclasses
 import itertools
-import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +28,7 @@ from composer_jax.envs.tasks.types import start
 from composer_jax.envs.tasks.validate import build
 from composer_jax.envs.tasks.verify import verify
 
-if not shutil.which("bwrap") and "CI" not in os.environ:
-  pytest.skip("needs bubblewrap", allow_module_level=True)
+pytestmark = pytest.mark.sandbox
 
 SOURCE = '''\
 import math

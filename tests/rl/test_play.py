@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-import os
-import shutil
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ from composer_jax.rl.play import play_task
 from composer_jax.rl.rollout import Rollouts
 from tests.rl.rollout_rig import DIALECT, FakeServer, call, pool_of
 
-if not shutil.which("bwrap") and "CI" not in os.environ:
-  pytest.skip("needs bubblewrap", allow_module_level=True)
+pytestmark = pytest.mark.sandbox
 
 
 def test_tasks_are_worked_on_and_scored():
