@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from numbers import Integral
 from typing import NamedTuple
 
 import jax
@@ -122,7 +123,7 @@ class Engine:
     self._lock = threading.Lock()
     self._open: dict[str, Live] = {}
     self._inbox: list[Live] = []
-    self._cancelled: list[str] = []
+    self._cancelled: list[Live] = []
     self._staged: _Staged | None = None
     self._failure: BaseException | None = None
     self._work = threading.Event()
@@ -162,7 +163,9 @@ class Engine:
   def cancel(self, request_id: str) -> None:
     """Ends a request at the next step; ignored if there is none such."""
     with self._lock:
-      self._cancelled.append(request_id)
+      # Not by its name, which a later request may have.
+      if live := self._open.get(request_id):
+        self._cancelled.append(live)
     self._work.set()
 
   @property
@@ -237,6 +240,8 @@ class Engine:
         f"mode={mode!r} must be 'in_flight' or 'drain', and cache={cache!r}"
         " 'recompute' or 'keep'."
       )
+    if not isinstance(version, Integral) or not -(2**63) <= version < 2**63:
+      raise WeightError(f"version={version!r:.80} must be an integer.")
     if version == self.version:
       raise WeightError(
         f"Version {version} is being served: other weights need another number."
@@ -347,8 +352,7 @@ class Engine:
       cancelled, self._cancelled = self._cancelled, []
       for live in arrived:
         self._scheduler.enqueue(live)
-      ended = [self._open[i] for i in cancelled if i in self._open]
-    for live in ended:
+    for live in cancelled:
       if not live.finished:
         self._finish(live, "cancelled")
 

@@ -1,7 +1,9 @@
 """What goes into the engine, what comes out of it, and how it says no."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -40,7 +42,8 @@ class SamplingParams:
 
   Attributes:
     max_tokens: to sample at most.
-    temperature: 0 takes the likeliest token (the lowest id, where tied).
+    temperature: 0 takes the likeliest token (the lowest id, where tied);
+      otherwise from 0.001 to 1000.
     top_p: in (0, 1]; 1 keeps all.
     top_k: 0 keeps all.
     seed: in [0, 2**32). The token at position p is drawn with
@@ -62,12 +65,16 @@ class SamplingParams:
   top_logprobs: int = 0
 
   def __post_init__(self):
+    for name in ("max_tokens", "top_k", "seed", "top_logprobs"):
+      value = getattr(self, name)
+      if not isinstance(value, Integral) and (name, value) != ("seed", None):
+        raise RequestError(f"{name}={value!r} must be an integer.")
     for name, valid, rule in (
       ("max_tokens", self.max_tokens >= 1, "at least 1"),
       (
         "temperature",
-        self.temperature == 0 or 1e-3 <= self.temperature < np.inf,
-        "0, or finite and at least 0.001",
+        self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
+        "0, or from 0.001 to 1000",
       ),
       ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
       ("top_k", 0 <= self.top_k < 2**31, "0 (all) or more"),
@@ -342,7 +349,15 @@ def check_request(
       f"A prompt of {length} tokens and max_tokens={most} don't fit in"
       f" max_len={config.max_len}: shorten one of them."
     )
-  for token in (*request.prompt, *(t for stop in sampling.stop for t in stop)):
+  try:
+    stops = (token for stop in sampling.stop for token in stop)
+    tokens = [operator.index(token) for token in (*request.prompt, *stops)]
+  except TypeError:
+    raise RequestError(
+      "A prompt is a sequence of token ids, integers; stop is one of such"
+      " sequences."
+    ) from None
+  for token in tokens:
     if not 0 <= token < vocab_size:
       raise RequestError(
         f"Token id {token} isn't in the vocabulary of {vocab_size}."

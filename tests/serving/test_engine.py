@@ -185,6 +185,17 @@ def test_cancelling_keeps_what_there_is_and_frees_the_rest():
   check_nothing_leaks(served)
 
 
+def test_cancelling_what_is_over_spares_a_later_request_of_that_name():
+  served = engine("gqa-sigmoid")
+  request = Request([1], greedy(2), request_id="a")
+  served.cancel("a")
+  (completion,) = served.generate([request])
+  assert completion.finish_reason == "length"
+  served.cancel("a")
+  (completion,) = served.generate([request])
+  assert completion.finish_reason == "length"
+
+
 def test_a_full_queue_pushes_back():
   served = engine("gqa-sigmoid", max_waiting=2)
   served.add(Request(prompt(3), greedy(2)))
@@ -207,6 +218,7 @@ def test_a_full_queue_pushes_back():
     (lambda: Request([1] * 40, greedy(9)), "max_len=48: shorten"),
     (lambda: Request([1], greedy(2, top_logprobs=6)), "max_top_logprobs=5"),
     (lambda: Request([1], SamplingParams(0)), "max_tokens=0"),
+    (lambda: Request([1], SamplingParams(temperature=1e39)), "temperature"),
     (lambda: Request([1], SamplingParams(top_p=0.0)), "top_p=0.0"),
     (lambda: Request([1], SamplingParams(temperature=1e-9)), "temperature"),
     (lambda: Request([1], SamplingParams(temperature=-1.0)), "temperature"),
@@ -218,6 +230,33 @@ def test_impossible_requests_are_refused(make, message):
   served = engine("gqa-sigmoid")
   with pytest.raises(RequestError, match=message):
     served.add(make())
+  assert not served.busy
+
+
+def forced(instance, **fields):
+  """Past the type checks, which tests have and users don't."""
+  for name, value in fields.items():
+    object.__setattr__(instance, name, value)
+  return instance
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [{"max_tokens": 2.5}, {"top_logprobs": 1.5}, {"top_k": None}, {"seed": 1.5}],
+)
+def test_what_counts_must_be_an_integer(fields):
+  sampling = forced(greedy(2), **fields)
+  with pytest.raises(RequestError, match="must be an integer"):
+    sampling.__post_init__()
+
+
+@pytest.mark.parametrize("prompt", [[1.5], np.ones((1, 2), int), "ab"])
+def test_token_ids_must_be_integers(prompt):
+  served = engine("gqa-sigmoid")
+  with pytest.raises(RequestError, match="token ids, integers"):
+    served.add(forced(Request([1], greedy(2)), prompt=prompt))
+  with pytest.raises(RequestError, match="token ids, integers"):
+    served.add(Request([1], forced(greedy(2), stop=(5,))))
   assert not served.busy
 
 

@@ -1,5 +1,7 @@
 """New weights in the middle of everything, and who sampled what."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,6 +221,12 @@ def test_updates_that_make_no_sense_are_refused():
     served.set_weights(weights[1], 0)
   with pytest.raises(WeightError, match="mode='later'"):
     served.set_weights(weights[1], 1, mode="later")
+  for version in ("3", None, 1.5, 2**63):
+    with pytest.raises(WeightError, match="must be an integer"):
+      # Past the type checks, which tests have and users don't.
+      inspect.unwrap(type(served).set_weights)(served, weights[1], version)
+  (completion,) = served.generate([Request(prompt(5), greedy(2))])
+  assert completion.versions.tolist() == [0, 0]
 
 
 def test_the_engine_keeps_a_copy():
