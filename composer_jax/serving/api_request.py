@@ -24,8 +24,8 @@ What these arrays mean: `composer_jax.serving.Completion`.
 import dataclasses
 import difflib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer_jax.serving.chat import Message, ToolCall
@@ -165,7 +165,7 @@ def chat_call(body: Any) -> Call:
     raise BadRequestError(
       "top_logprobs needs logprobs to be true.", "top_logprobs"
     )
-  tools = _tools(fields.take("tools", None) or [])
+  tools = _tools(fields.take("tools", []))
   match fields.take("tool_choice", "auto"):
     case "auto" | None:
       pass
@@ -188,14 +188,14 @@ def chat_call(body: Any) -> Call:
 
 
 def _common(fields: "_Fields") -> dict[str, Any]:
-  stop = fields.take("stop", None)
-  stop = [stop] if isinstance(stop, str) else stop or []
+  stop = fields.take("stop", [])
+  stop = [stop] if isinstance(stop, str) else stop
   if not isinstance(stop, list) or len(stop) > 16 or not all(stop):
     raise BadRequestError(
       "stop must be a string or a list of at most 16, none of them empty.",
       "stop",
     )
-  options = fields.take("stream_options", None) or {}
+  options = fields.take("stream_options", {})
   if not isinstance(options, dict) or options.keys() - {
     "include_usage",
     "include_obfuscation",
@@ -245,14 +245,18 @@ class _Fields:
     self, name: str, default: Any, *, least: int | None = None
   ) -> Any:
     def valid(value):
-      return type(value) is int and (least is None or value >= least)
+      # Larger ones would only make long messages.
+      fits = type(value) is int and abs(value) < 2**64
+      return fits and (least is None or value >= least)
 
     bound = "" if least is None else f" of at least {least}"
     return self._checked(name, default, valid, f"an integer{bound}")
 
   def number(self, name: str, default: float) -> float:
     def valid(value):
-      return type(value) in (int, float) and math.isfinite(value)
+      # Integers may be larger than `math.isfinite` can bear.
+      largest = sys.float_info.max
+      return type(value) in (int, float) and abs(value) <= largest
 
     return float(self._checked(name, default, valid, "a number"))
 
@@ -353,12 +357,15 @@ def _message(message: Any, param: str) -> Message:
         param,
       )
     content = "".join(_text(p.get("text"), param) for p in content)
-  calls = message.get("tool_calls") or []
+  calls = message.get("tool_calls")
+  calls = [] if calls is None else calls
+  if not isinstance(calls, list):
+    raise BadRequestError(f"{param} has tool_calls that aren't a list.", param)
   if content is None and not calls:
     raise BadRequestError(f"{param} has no content.", param)
   return Message(
     role=role,
-    content=_text(content or "", param),
+    content=_text("" if content is None else content, param),
     tool_calls=tuple(_tool_call(call, param) for call in calls),
   )
 
@@ -383,7 +390,7 @@ def _tool_call(call: Any, param: str) -> ToolCall:
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
-  for tool in tools if isinstance(tools, Sequence) else [None]:
+  for tool in tools if isinstance(tools, list) else [None]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(
       function.get("name"), str
