@@ -6,6 +6,7 @@ failure is logged and counted, and the next look tries again, later and later.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -48,8 +49,11 @@ class FollowConfig:
   cache: Literal["recompute", "keep"] = "recompute"
 
   def __post_init__(self):
-    if not self.interval_s > 0:
-      raise ValueError(f"interval_s={self.interval_s} must be above 0.")
+    if not 0 < self.interval_s <= threading.TIMEOUT_MAX:
+      raise ValueError(
+        f"interval_s={self.interval_s} must be above 0, and at most"
+        f" {threading.TIMEOUT_MAX:.0f}."
+      )
 
 
 class Follower:
@@ -89,7 +93,7 @@ class Follower:
     # The version that the engine refused: not to be offered again and again.
     self._refused: int | None = None
     self._orders: queue.SimpleQueue = queue.SimpleQueue()
-    self._closed = False
+    self._closed = self._ended = False
     self._thread = threading.Thread(
       target=self._run, name="weight-follower", daemon=True
     )
@@ -114,7 +118,11 @@ class Follower:
     future: concurrent.futures.Future[dict[str, Any]] = (
       concurrent.futures.Future()
     )
+    # Whoever waits may go away; the order is obeyed all the same.
+    future.set_running_or_notify_cancel()
     self._orders.put((verb, version, future))
+    if self._ended:
+      self._refuse_orders()
     return future
 
   def status(self) -> dict[str, Any]:
@@ -141,6 +149,20 @@ class Follower:
     self._subscriber.close()
 
   def _run(self):
+    try:
+      self._follow()
+    finally:
+      self._ended = True
+      self._refuse_orders()
+
+  def _refuse_orders(self):
+    with contextlib.suppress(queue.Empty):
+      while True:
+        if order := self._orders.get_nowait():
+          *_, future = order
+          future.set_exception(StoppedError("Weights are followed no more."))
+
+  def _follow(self):
     pause = 0.0
     while not self._closed:
       order = self._next_order(pause)
@@ -167,9 +189,10 @@ class Follower:
   def _obey(self, verb, version, future):
     try:
       future.set_result(self._do(verb, version))
-    except (ChainError, StoreError, EngineError, ValueError, OSError) as error:
+    except Exception as error:
       future.set_exception(error)
-      if isinstance(error, StoppedError):
+      known = (ChainError, StoreError, EngineError, ValueError, OSError)
+      if isinstance(error, StoppedError) or not isinstance(error, known):
         raise
 
   def _do(self, verb, version):

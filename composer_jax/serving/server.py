@@ -27,7 +27,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -58,8 +58,6 @@ from composer_jax.serving.types import (
 from composer_jax.shipping import ChainError, StoreError
 
 _log = logging.getLogger(__name__)
-# Longer prompts are tokenised beside the event loop.
-_LONG_TEXT = 4096
 _KINDS = {
   400: "invalid_request_error",
   401: "authentication_error",
@@ -110,7 +108,7 @@ class ServerConfig:
       "write_timeout_s": 0.001,
       "drain_s": 0,
     }.items():
-      if getattr(self, name) < least:
+      if not getattr(self, name) >= least:
         raise ValueError(
           f"{name}={getattr(self, name)} must be at least {least}."
         )
@@ -294,23 +292,29 @@ class Server:
 
   async def _completions(self, request: web.Request) -> web.StreamResponse:
     call = completion_call(await self._body(request))
-    self._check_model(call.model)
-    ids = [await self._prompt_ids(prompt) for prompt in call.prompts]
+    self._check_call(call)
+    ids = await asyncio.to_thread(self._prompt_ids, call.prompts)
     return await self._answer(request, call, ids, chat=False)
 
   async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
     call = chat_call(await self._body(request))
-    self._check_model(call.model)
-    size = sum(len(message.content) for message in call.messages)
-    ids = await _beside(size, self._chat.prompt, call.messages, call.tools)
+    self._check_call(call)
+    # Beside the event loop: it may be much to tokenise.
+    ids = await asyncio.to_thread(self._chat.prompt, call.messages, call.tools)
     return await self._answer(request, call, [ids], chat=True)
 
-  async def _prompt_ids(self, prompt: str | tuple[int, ...]) -> list[int]:
+  def _prompt_ids(
+    self, prompts: Sequence[str | tuple[int, ...]]
+  ) -> list[list[int]]:
     """A text starts as a document does in training; ids stay as they are."""
-    if not isinstance(prompt, str):
-      return list(prompt)
-    (ids,) = await _beside(len(prompt), self._tokenizer.encode_batch, [prompt])
-    return [self._tokenizer.end_id, *ids.tolist()]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(self._tokenizer.encode_batch(texts))
+    return [
+      [self._tokenizer.end_id, *next(encoded).tolist()]
+      if isinstance(prompt, str)
+      else list(prompt)
+      for prompt in prompts
+    ]
 
   async def _answer(
     self,
@@ -320,13 +324,6 @@ class Server:
     *,
     chat: bool,
   ) -> web.StreamResponse:
-    num_choices = len(prompts) * call.n
-    if num_choices > self.config.max_choices:
-      raise BadRequestError(
-        f"{num_choices} completions are more than this server gives at once,"
-        f" {self.config.max_choices}: ask for fewer.",
-        "n",
-      )
     prompts = [ids for ids in prompts for _ in range(call.n)]
     replies = [self._chat.reader() for _ in prompts] if chat else []
     answer = Answer(call, prompts, self._tokenizer.spellings, replies)
@@ -353,6 +350,17 @@ class Server:
       await response.prepare(request)
       await response.write_eof()
     return response
+
+  def _check_call(self, call: Call) -> None:
+    """Refuses what the server's own limits do, before it costs anything."""
+    self._check_model(call.model)
+    num_choices = max(1, len(call.prompts)) * call.n
+    if num_choices > self.config.max_choices:
+      raise BadRequestError(
+        f"{num_choices} completions are more than this server gives at once,"
+        f" {self.config.max_choices}: ask for fewer.",
+        "n",
+      )
 
   def _stop_ids(self, call: Call, chat: bool) -> tuple[int, ...]:
     ends = self._chat.stop_ids if chat else (self._tokenizer.end_id,)
@@ -394,20 +402,20 @@ class Server:
         "X-Accel-Buffering": "no",
       }
     )
-    ends = []
+    ends = {}
     async with contextlib.aclosing(_merged(jobs)) as parts:
       try:
         async for piece in parts:
           if not response.prepared:
             await response.prepare(request)
           if piece.end:
-            ends.append(piece.end)
+            ends[piece.choice] = piece.end
             self.metrics.completion(piece.end)
           chunk = answer.chunk(piece)
           if chunk:
             await self._send(request, response, json.dumps(chunk))
         if call.include_usage:
-          usage = answer.usage_chunk(ends)
+          usage = answer.usage_chunk([ends[i] for i in sorted(ends)])
           await self._send(request, response, json.dumps(usage))
         await self._send(request, response, "[DONE]")
       except EngineError as error:
@@ -442,6 +450,10 @@ class Server:
         raw = await request.read()
     except TimeoutError:
       raise _HttpError(408, "The body took too long to arrive.") from None
+    except web.RequestPayloadError:
+      raise BadRequestError(
+        "The body isn't encoded as its headers say."
+      ) from None
     try:
       return json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -488,7 +500,10 @@ class Server:
       raise _HttpError(
         404, "There is no /admin here: the server was started without a key."
       )
-    given = request.headers.get("Authorization", "").encode()
+    # What isn't UTF-8 comes as surrogates.
+    given = request.headers.get("Authorization", "").encode(
+      errors="surrogateescape"
+    )
     # In a time that doesn't depend on where they differ.
     if not hmac.compare_digest(given, b"Bearer " + self._admin_key):
       raise _HttpError(
@@ -524,7 +539,10 @@ def _as_http_error(error: Exception) -> _HttpError:
         413, "The body is larger than this server takes: shorten the prompt."
       )
     case web.HTTPException():
-      return _HttpError(error.status, f"{error.reason}.")
+      failure = _HttpError(error.status, f"{error.reason}.")
+      if "Allow" in error.headers:
+        failure.headers["Allow"] = error.headers["Allow"]
+      return failure
     case BadRequestError():
       return _HttpError(400, str(error), param=error.param, code=error.code)
     case RequestError():
@@ -545,17 +563,10 @@ async def _ordered(
 ) -> dict[str, Any]:
   try:
     return await asyncio.wrap_future(follower.order(verb, version))
+  except StoppedError:
+    raise
   except (ChainError, StoreError, EngineError, ValueError) as error:
     raise _HttpError(409, f"{verb} failed: {error}") from error
-
-
-async def _beside[**P, T](
-  size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-  """Calls a function, in a thread if there is much to do."""
-  if size < _LONG_TEXT:
-    return function(*args, **kwargs)
-  return await asyncio.to_thread(function, *args, **kwargs)
 
 
 async def _all_of(coroutines: list) -> list[Piece]:

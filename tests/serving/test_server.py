@@ -161,6 +161,26 @@ def test_several_prompts_and_choices(rig, engine):
   assert texts == {c.index: c.text for c in answer.choices}
 
 
+def test_cached_tokens_are_the_first_choice_s_whichever_ends_first(rig, engine):
+  prompt = [31, 41, 59] * 20
+  first, second = engine.generate(
+    [Request(prompt, SamplingParams(100, seed=seed)) for seed in (7, 8)]
+  )
+  (stop, *_) = [t for t in second.token_ids if t not in first.token_ids]
+  *_, last = rig.client.completions.create(
+    model=NAME,
+    prompt=prompt,
+    n=2,
+    seed=7,
+    max_tokens=100,
+    stream=True,
+    stream_options={"include_usage": True},
+    extra_body={"stop_token_ids": [int(stop)], "ignore_eos": True},
+  )
+  assert last.usage.completion_tokens < 200
+  assert last.usage.prompt_tokens_details.cached_tokens == 0
+
+
 def test_a_text_starts_a_document(rig):
   answer = create(rig, "def f(", extra_body={"return_token_ids": True})
   (ids,) = tokenizer().encode_batch(["def f("])
@@ -334,7 +354,8 @@ def test_errors_are_openai_s(rig):
   status, body = rig.json("POST", "/v1/completions", b"[" * 100_000)
   assert status == 400
   assert rig.json("GET", "/v2")[0] == 404
-  assert rig.json("GET", "/v1/completions")[0] == 405
+  status, headers, _ = rig.request("GET", "/v1/completions")
+  assert (status, headers["Allow"]) == (405, "POST")
 
 
 def test_metrics_are_prometheus_s(rig):

@@ -170,6 +170,57 @@ def test_a_body_too_large_is_413(rig, told):
   assert rig.request("POST", "/v1/completions", rest[1:])[0] == 400
 
 
+def test_a_body_that_is_not_encoded_as_told_is_400(rig):
+  status, body = rig.json(
+    "POST", "/v1/completions", b"{}", {"Content-Encoding": "gzip"}
+  )
+  assert status == 400
+  assert "isn't encoded as its headers say" in body["error"]["message"]
+
+
+def test_too_many_prompts_are_refused_before_they_are_tokenised(
+  rig, monkeypatch
+):
+  monkeypatch.setattr(rig.server, "_tokenizer", None)
+  status, body = rig.json(
+    "POST", "/v1/completions", {"model": NAME, "prompt": ["a"] * 65}
+  )
+  assert (status, body["error"]["param"]) == (400, "n")
+
+
+def test_a_long_list_of_tools_holds_nobody_up(rig, monkeypatch):
+  # Tokenising waits for the other request, which the event loop so must serve.
+  begun, answered = threading.Event(), threading.Event()
+  chat = rig.server._chat
+  in_time = []
+
+  class Slow:
+    def __getattr__(self, name):
+      return getattr(chat, name)
+
+    def prompt(self, *arguments):
+      begun.set()
+      in_time.append(answered.wait(5))
+      return chat.prompt(*arguments)
+
+  monkeypatch.setattr(rig.server, "_chat", Slow())
+  function = {"name": "f", "description": "long"}
+  body = {
+    "model": NAME,
+    "messages": [{"role": "user", "content": "a"}],
+    "tools": [{"type": "function", "function": function}],
+    "max_tokens": 1,
+  }
+  path = "/v1/chat/completions"
+  slow = threading.Thread(target=rig.request, args=("POST", path, body))
+  slow.start()
+  assert begun.wait(5)
+  assert rig.request("GET", "/health")[0] == 200
+  answered.set()
+  slow.join()
+  assert in_time == [True]
+
+
 def test_one_connection_too_many_is_503(rig):
   with contextlib.ExitStack() as stack:
     for _ in range(CONFIG.max_connections):

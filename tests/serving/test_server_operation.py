@@ -17,6 +17,7 @@ from serving_rig import (
 )
 
 from composer_jax import shipping
+from composer_jax.serving import StoppedError
 from composer_jax.serving.follow import (
   FollowConfig,
   Follower,
@@ -37,6 +38,8 @@ def rig():
 def test_admin_needs_its_key(rig):
   assert rig.json("GET", "/admin/weights")[0] == 401
   wrong = {"Authorization": "Bearer " + KEY[:-1]}
+  assert rig.json("GET", "/admin/weights", headers=wrong)[0] == 401
+  wrong = {"Authorization": "Bearer \xff"}  # not UTF-8
   assert rig.json("GET", "/admin/weights", headers=wrong)[0] == 401
   assert rig.json("GET", "/admin/weights", headers=AUTH)[0] == 409
 
@@ -75,6 +78,36 @@ def test_a_full_queue_is_429_and_a_lost_client_cancels(rig):
 def test_a_body_too_large_is_413(rig):
   status, body = rig.json("POST", "/v1/completions", b" " * (5 << 20))
   assert (status, body["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_an_order_is_answered_whatever_becomes_of_it(
+  rig, tmp_path, monkeypatch
+):
+  subscriber = shipping.Subscriber(shipping.open_store(str(tmp_path)), like={})
+  follower = Follower(subscriber, rig.engine, FollowConfig(interval_s=60.0))
+
+  def fail(version):
+    raise RuntimeError("no memory")
+
+  monkeypatch.setattr(subscriber, "pin", fail)
+  with pytest.raises(RuntimeError, match="no memory"):
+    follower.order("pin", 1).result(5)
+  # Nor does it end the follower if its sender goes away.
+  assert not follower.order("status").cancel()
+  status = follower.order("status").result(5)
+  assert (status["failures"], status["failure"]) == (
+    1,
+    "RuntimeError: no memory",
+  )
+  follower.close()
+  with pytest.raises(StoppedError, match="followed no more"):
+    follower.order("status").result(5)
+
+
+@pytest.mark.parametrize("interval_s", [0.0, float("nan"), float("inf")])
+def test_intervals_that_no_clock_has_are_refused(interval_s):
+  with pytest.raises(ValueError, match="above 0, and at most"):
+    FollowConfig(interval_s=interval_s)
 
 
 def test_follows_pins_rolls_back_and_survives_what_does_not_fit(rig, tmp_path):
