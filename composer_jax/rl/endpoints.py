@@ -32,7 +32,7 @@ from composer_jax.serving.text import TextReader
 _LOCAL_RETRY_S = 0.05
 # What a server that names no time is given.
 _HTTP_RETRY_S = 1.0
-
+# For a connection, so that a host that is gone is noticed.
 _CONNECT_S = 10.0
 
 

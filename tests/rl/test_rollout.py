@@ -20,6 +20,7 @@ from composer_jax.rl.rollout import RolloutConfig, Rollouts
 from composer_jax.rl.sessions import Pool, PoolConfig
 from composer_jax.rl.trajectory import Sampling
 from composer_jax.serving import AsyncEngine, Engine, RequestError
+from composer_jax.serving.server import Server, ServerConfig
 from tests.rl.rollout_rig import (
   CHAT,
   DIALECT,
@@ -281,6 +282,7 @@ def test_a_real_engine():
     check_tokens_in_process_and_over_http(rig)
     check_cancelling_reaches_the_engine(rig)
     check_a_full_engine_is_waited_for(rig)
+    check_a_server_that_goes_away(rig)
   check_a_closed_engine_is_no_zero()
 
 
@@ -414,6 +416,41 @@ def check_a_full_engine_is_waited_for(rig):
       await one(rollouts, budget=Budget(turn_tokens=2000))
 
   asyncio.run(body())
+
+
+def check_a_server_that_goes_away(rig):
+  budget = Budget(turns=3, turn_tokens=12, tokens=MAX_LEN)
+
+  async def body():
+    config = ServerConfig(port=0, model=serving_rig.NAME, drain_s=0.0)
+    doomed = Server(rig.front, serving_rig.tokenizer(), config)
+    await doomed.start()
+    answers = []
+
+    async def play(sampler):
+      async def sample(prompt, most):
+        answer = await sampler(prompt, most)
+        answers.append(answer)
+        if len(answers) == 3:  # Nobody has ended.
+          await doomed.stop()
+        return answer
+
+      return await playing(budget=budget)(sample)
+
+    async with aiohttp.ClientSession() as client:
+      urls = (doomed.url, rig.server.url)
+      pool = Pool(
+        [HttpEndpoint(client, url, serving_rig.NAME, CHAT) for url in urls],
+        PoolConfig(rest_s=30.0),
+      )
+      group = await Rollouts(pool).group("task", play, 4, (4,))
+    return group, pool.counts
+
+  group, counts = asyncio.run(body())
+  assert len(group.trajectories) == 4 and not group.failures
+  assert counts["moved"] == 2 and counts["requests"] == 12
+  for trajectory in group.trajectories:
+    check_against_plain(trajectory, Sampling())
 
 
 def check_a_closed_engine_is_no_zero():
