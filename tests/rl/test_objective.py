@@ -100,6 +100,15 @@ def test_ppo_gradient_is_zero_where_clipped():
   np.testing.assert_allclose(gradient, [[0, 1.0, 2.2, -3.0, 0]], **FLOATS)
 
 
+def test_ppo_gradient_is_whole_on_the_bounds():
+  # Where both branches of the minimum are equal: on-policy, if 0 is allowed.
+  advantages = row(2.0, -2.0)
+  gradient = jax.grad(
+    lambda x: objective.ppo_clip(x, advantages, 0.0, 0.0).objective.sum()
+  )(row(0.0, 0.0))
+  np.testing.assert_array_equal(gradient, advantages)
+
+
 def test_gspo_ratio_is_the_geometric_mean_of_the_sequence():
   result = objective.sequence_log_ratio(
     log(2.0, 7.0, 8.0, 0.5, 3.0),
@@ -276,9 +285,15 @@ def test_unknown_names_are_refused(name, choices):
 
 def test_own_numbers_replace_the_papers():
   config = ObjectiveConfig(clip_high=0.5, correction="icepop")
-  assert config.clip == (0.2, 0.5) and config.trust == (0.5, 5.0)
+  assert config.clip_bounds == (0.2, 0.5) and config.correction_bounds == (
+    0.5,
+    5.0,
+  )
   config = ObjectiveConfig(surrogate="gspo", clip_low=0.0, correction="kpop")
-  assert config.clip == (0.0, 4e-4) and config.trust == (None, 2.0)
+  assert config.clip_bounds == (0.0, 4e-4) and config.correction_bounds == (
+    None,
+    2.0,
+  )
 
 
 def test_mistakes_in_a_call():

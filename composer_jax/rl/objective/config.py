@@ -10,9 +10,10 @@ from typing import Literal
 _CLIPS = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, None)}
 
 # (correction_low, correction_high); None is a bound that the rule lacks. TIS:
-# the cap of its authors' recipe. IcePop: https://ringtech.notion.site/icepop.
-# KPop: its authors' examples/math/gsm8k_kpop.yaml in areal-project/AReaL.
-_TRUST = {
+# open-instruct's default (allenai/open-instruct#1503). IcePop and KPop: AReaL's
+# examples (areal-project/AReaL#1424); a port of KPop has 0.1 as the paper's
+# value (PrimeIntellect-ai/prime-rl#3283).
+_CORRECTIONS = {
   "none": (None, None),
   "importance": (None, None),
   "tis": (None, 2.0),
@@ -70,7 +71,7 @@ class ObjectiveConfig:
     for name, choices in {
       "advantages": ("dr_grpo", "grpo"),
       "surrogate": tuple(_CLIPS),
-      "correction": tuple(_TRUST),
+      "correction": tuple(_CORRECTIONS),
       "normalise": ("constant", "tokens", "sequences"),
     }.items():
       if getattr(self, name) not in choices:
@@ -84,7 +85,7 @@ class ObjectiveConfig:
       )
     for name, published in zip(
       ("correction_low", "correction_high"),
-      _TRUST[self.correction],
+      _CORRECTIONS[self.correction],
       strict=True,
     ):
       if getattr(self, name) is not None and published is None:
@@ -92,13 +93,13 @@ class ObjectiveConfig:
           f"{name}={getattr(self, name)} has no part in"
           f" correction={self.correction!r}: leave it at None."
         )
-    low, high = self.trust
+    low, high = self.correction_bounds
     # A ratio of exactly 1, sampler and learner agreed, must pass untouched.
     at_least_one = self.correction in ("tis", "icepop")
     for name, value, least, most in (
       ("kl_coef", self.kl_coef, 0, math.inf),
-      ("clip_low", self.clip[0], 0, 1),
-      ("clip_high", self.clip[1], 0, math.inf),
+      ("clip_low", self.clip_bounds[0], 0, 1),
+      ("clip_high", self.clip_bounds[1], 0, math.inf),
       ("correction_low", low, 0, 1),
       ("correction_high", high, 1 if at_least_one else 0, math.inf),
     ):
@@ -107,15 +108,15 @@ class ObjectiveConfig:
         raise ValueError(f"{name}={value} must lie in [{least}, {most}].")
 
   @property
-  def clip(self) -> tuple[float, float]:
+  def clip_bounds(self) -> tuple[float, float]:
     """`clip_low` and `clip_high`, the paper's where not set."""
     return _filled((self.clip_low, self.clip_high), _CLIPS[self.surrogate])
 
   @property
-  def trust(self) -> tuple[float | None, float | None]:
+  def correction_bounds(self) -> tuple[float | None, float | None]:
     """`correction_low` and `correction_high`, the paper's where not set."""
     return _filled(
-      (self.correction_low, self.correction_high), _TRUST[self.correction]
+      (self.correction_low, self.correction_high), _CORRECTIONS[self.correction]
     )
 
 

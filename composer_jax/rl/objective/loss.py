@@ -138,14 +138,15 @@ def policy_loss(
     ones = jnp.ones_like(terms)
     length = segment_totals(ones, mask, streams.segment_ids)
     terms = terms / jnp.maximum(length, 1)
-  loss = -jnp.where(mask, terms, 0).sum() / divide_by
+  # Outside of the mask advantages, and so terms, are 0.
+  loss = -terms.sum() / divide_by
   return loss, _metrics(streams, surrogate, correction)
 
 
 def _surrogate(
   logprobs: Float[Array, "B N"], streams: Streams, config: ObjectiveConfig
 ) -> Surrogate:
-  low, high = config.clip
+  low, high = config.clip_bounds
   log_ratio = logprobs - streams.proximal_logprobs
   match config.surrogate:
     case "ppo":
@@ -164,7 +165,7 @@ def _correction(
   sampler: Float[Array, "B N"],
   config: ObjectiveConfig,
 ) -> Correction:
-  low, high = config.trust
+  low, high = config.correction_bounds
   match config.correction:
     case "none":
       ones = jnp.ones_like(proximal)
