@@ -219,7 +219,7 @@ def _facts(trajectory) -> Iterator[tuple[str, str]]:
     changes = np.count_nonzero(np.diff(versions))
     yield (
       "versions",
-      f"{versions.min()} to {versions.max()}, {changes} changes",
+      f"{versions.min()} to {versions.max()}, changes: {changes}",
     )
     logprobs = trajectory.logprobs[trajectory.loss_mask]
     yield "mean log-probability", f"{logprobs.mean():.4g}"
@@ -248,6 +248,11 @@ def _texts(ids, spellings) -> list[str]:
   return texts
 
 
+def _failures(group: Group) -> str:
+  failed = ", ".join(f"{n} by {what}" for what, n in group.failures.items())
+  return f" (failed: {failed})" if failed else ""
+
+
 def _line(text: str) -> str:
   return visible(text).replace("\n", "\\n")
 
@@ -273,10 +278,11 @@ def main(argv: Sequence[str] | None = None) -> None:
   spellings = tokenizer.spellings
   dialect = ChatDialect(HermesFormat(tokenizer), spellings)
   if args.html:
-    title = f"Task {group.task_id}"
+    title = f"Task {group.task_id}{_failures(group)}"
     page = to_html(group.trajectories, spellings, dialect, title)
     args.html.write_text(page, encoding="utf-8")
     return
+  print(f"Task {_line(group.task_id)}{_line(_failures(group))}\n")
   for trajectory in group.trajectories:
     print(to_text(trajectory, spellings, dialect))
 

@@ -220,7 +220,11 @@ def test_a_reward_that_machinery_fails_is_no_zero():
 def test_a_rollout_that_takes_too_long_is_no_zero():
   server = FakeServer(*["stall"] * 9)
   config = RolloutConfig(rollout_s=0.2, attempts=2)
-  failure, rollouts = run_rollouts(one, server, config=config)
+  sandboxes = [FakeSandbox(), FakeSandbox()]
+  failure, rollouts = run_rollouts(
+    functools.partial(one, sandboxes=sandboxes), server, config=config
+  )
+  assert all(sandbox.destroyed for sandbox in sandboxes)
   assert failure == Failure("time", "It took more than 0.2 s.")
   assert rollouts.counts == {"time": 2} and server.cancelled == 2
 

@@ -169,7 +169,7 @@ def test_every_part_is_shown_in_order():
   assert facts["reward"] == "0.75"
   assert (facts["  tests"], facts["  style"]) == ("1", "-0.25")
   assert facts["stop reason"] == "finish"
-  assert facts["versions"] == "10 to 11, 1 changes"
+  assert facts["versions"] == "10 to 11, changes: 1"
   text = viewer.to_text(shown, SPELLINGS, DIALECT)
   for piece in (
     "[v10]Let me see.",
@@ -227,7 +227,7 @@ def test_each_window_begins_with_a_prompt():
 
 
 def test_from_the_command_line(tmp_path, capsys):
-  Group("a task", (trajectory(),)).save(tmp_path / "group.npz")
+  Group("a task", (trajectory(),), {"sandbox": 2}).save(tmp_path / "group.npz")
   TOKENIZER.save(tmp_path / "tokenizer.json")
   arguments = [
     str(tmp_path / "group.npz"),
@@ -235,8 +235,10 @@ def test_from_the_command_line(tmp_path, capsys):
   ]
   viewer.main([*arguments, f"--html={tmp_path / 'page.html'}"])
   page = (tmp_path / "page.html").read_text()
-  assert "<title>Task a task</title>" in page
+  assert "<title>Task a task (failed: 2 by sandbox)</title>" in page
   viewer.main(arguments)
-  assert "task: a task\nreward: 0.75" in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert out.startswith("Task a task (failed: 2 by sandbox)\n")
+  assert "task: a task\nreward: 0.75" in out
   with pytest.raises(SystemExit, match="holds no group of trajectories"):
     viewer.main([str(tmp_path / "page.html"), arguments[1]])
