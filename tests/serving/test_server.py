@@ -161,23 +161,25 @@ def test_several_prompts_and_choices(rig, engine):
   assert texts == {c.index: c.text for c in answer.choices}
 
 
-def test_cached_tokens_are_the_first_choice_s_whichever_ends_first(rig, engine):
+def test_cached_tokens_are_the_first_choice_s_whichever_ends_first(engine):
   prompt = [31, 41, 59] * 20
   first, second = engine.generate(
     [Request(prompt, SamplingParams(100, seed=seed)) for seed in (7, 8)]
   )
   (stop, *_) = [t for t in second.token_ids if t not in first.token_ids]
-  *_, last = rig.client.completions.create(
-    model=NAME,
-    prompt=prompt,
-    n=2,
-    seed=7,
-    max_tokens=100,
-    stream=True,
-    stream_options={"include_usage": True},
-    extra_body={"stop_token_ids": [int(stop)], "ignore_eos": True},
-  )
+  with serving() as rig:
+    *_, last = rig.client.completions.create(
+      model=NAME,
+      prompt=prompt,
+      n=2,
+      seed=7,
+      max_tokens=100,
+      stream=True,
+      stream_options={"include_usage": True},
+      extra_body={"stop_token_ids": [int(stop)], "ignore_eos": True},
+    )
   assert last.usage.completion_tokens < 200
+  # The second choice's were 48, and it ended first.
   assert last.usage.prompt_tokens_details.cached_tokens == 0
 
 
