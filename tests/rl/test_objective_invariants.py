@@ -189,6 +189,25 @@ def test_what_is_masked_changes_nothing(config, seed):
 
 
 @every_objective
+def test_nan_in_a_loss_token_is_not_masked_away(config):
+  logprobs, streams = draw(0)
+  token = tuple(np.argwhere(streams.loss_mask)[3])
+  broken = ["policy", "advantages", "proximal_logprobs"]
+  if config.correction != "none":
+    broken.append("sampler_logprobs")
+  for name in broken:
+    inputs = {"policy": logprobs, **streams._asdict()}
+    inputs[name] = inputs[name].copy()
+    inputs[name][token] = np.nan
+    policy = inputs.pop("policy")
+    assert np.isnan(compiled(config)(*put(policy, Streams(**inputs)))[0]), name
+  # Where the loss doesn't look, the metrics do.
+  inputs = streams._replace(sampler_logprobs=streams.sampler_logprobs.copy())
+  inputs.sampler_logprobs[token] = np.nan
+  assert np.isnan(compiled(config)(*put(logprobs, inputs))[1]["mismatch_max"])
+
+
+@every_objective
 @few
 @given(SEEDS)
 def test_layout_changes_nothing(config, seed):

@@ -3,7 +3,8 @@
 The sampler's probability mu differs from the proximal policy's pi_prox by other
 kernels and number formats, by experts that flipped, by weights that moved on.
 Each rule turns w = pi_prox / mu into a weight. Weights are constants to
-differentiation, and exactly 1 where both agree.
+differentiation, and exactly 1 where both agree. NaN is no reason to mask: it
+reaches the loss.
 """
 
 from typing import NamedTuple
@@ -81,8 +82,8 @@ def icepop(
     high: the largest w that is kept.
   """
   w = importance(proximal, sampler).weight
-  kept = (w >= low) & (w <= high)
-  return Correction(jnp.where(kept, w, 0), ~kept)
+  hit = (w < low) | (w > high)
+  return Correction(jnp.where(hit, 0, w), hit)
 
 
 def kpop(
@@ -109,5 +110,5 @@ def kpop(
   log_odds = jnp.log(p / q), jnp.log1p(-p) - jnp.log1p(-q)
   forward = p * log_odds[0] + (1 - p) * log_odds[1]
   reverse = -(q * log_odds[0] + (1 - q) * log_odds[1])
-  kept = jnp.maximum(forward, reverse) <= threshold
-  return Correction(jnp.where(kept, w, 0), ~kept)
+  hit = jnp.maximum(forward, reverse) > threshold
+  return Correction(jnp.where(hit, 0, w), hit)
