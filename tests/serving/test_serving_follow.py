@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import re
 import threading
+import time
 
 import jax
 import numpy as np
@@ -85,7 +86,9 @@ def test_twenty_versions_come_while_clients_ask(tmp_path):
   ("mode", "cache"),
   [("drain", "recompute"), ("in_flight", "keep"), ("in_flight", "recompute")],
 )
-def test_sampled_tokens_while_a_follower_swaps(tmp_path, mode, cache):
+def test_sampled_tokens_while_a_follower_swaps(
+  tmp_path, monkeypatch, mode, cache
+):
   """Each way to swap, in the middle of long requests."""
   store = shipping.open_store(str(tmp_path))
   with (
@@ -101,6 +104,14 @@ def test_sampled_tokens_while_a_follower_swaps(tmp_path, mode, cache):
     )
     try:
       wait_until(lambda: rig.engine.version in published)
+      # Steps so slow that no machine publishes after the requests' ends.
+      step, first = rig.engine.step, rig.engine.version
+
+      def slow_step():
+        time.sleep(0.02 * (rig.engine.version == first))
+        return step()
+
+      monkeypatch.setattr(rig.engine, "step", slow_step)
       asking = [pool.submit(_sample, rig, k) for k in range(CLIENTS)]
       # In the middle, but for one that still reads its prompt.
       wait_until(lambda: rig.engine.stats().sampled_tokens > 30)
