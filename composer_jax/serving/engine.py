@@ -315,6 +315,11 @@ class Engine:
       )
     self._work.set()
 
+  @property
+  def stopped(self) -> bool:
+    """Whether it refuses everything, see `stop`."""
+    return self._failure is not None
+
   def stats(self) -> Stats:
     """Counts and sizes, now."""
     running, cache, counts = self._scheduler.running, self._cache, self._counts

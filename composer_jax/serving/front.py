@@ -44,8 +44,9 @@ class AsyncEngine:
 
   @property
   def healthy(self) -> bool:
-    """Whether the engine still steps."""
-    return self._thread.is_alive() and not self._closed
+    """Whether the engine still takes requests."""
+    stopped = self._closed or self.engine.stopped
+    return self._thread.is_alive() and not stopped
 
   async def generate(self, request: Request) -> AsyncIterator[Event]:
     """The request's events: tokens if it streams, then its completion.

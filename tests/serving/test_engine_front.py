@@ -120,6 +120,11 @@ def test_closing_ends_open_requests():
   front.close()
 
 
+def test_an_engine_that_was_stopped_while_idle_is_not_healthy(front):
+  front.engine.stop(StoppedError("somebody did"))
+  assert not front.healthy
+
+
 def test_a_failing_step_is_told_to_everyone(monkeypatch):
   served = engine(NAME)
   with AsyncEngine(served) as front:
