@@ -86,7 +86,6 @@ def test_a_client_that_stops_reading_is_cut(rig, stream):
     "return_routes": True,
     "return_token_ids": True,
   }
-  before = cancelled(rig)
   with connected(rig, receive_buffer=4096) as client:
     client.sendall(post(body))
     assert client.recv(12) == b"HTTP/1.1 200"
@@ -95,8 +94,6 @@ def test_a_client_that_stops_reading_is_cut(rig, stream):
     # Not before its time, but soon after; generation itself takes seconds.
     assert time.monotonic() - began < 15
   wait_until(lambda: not rig.engine.busy)
-  if stream:
-    assert cancelled(rig) == before + 1
   text = rig.request("GET", "/metrics")[2].decode()
   assert 'route="/v1/completions",status="499"' in text
 
