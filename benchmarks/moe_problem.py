@@ -67,9 +67,7 @@ class Problem:
     self.table = self.build(self.ids)
     self.used = self.table.tile_expert, self.table.num_tiles
     self.groups = self.table.start, self.table.size, self.table.order
-    self.token = jnp.where(
-      self.table.slot_row < 0, -1, self.table.slot_row // K
-    )
+    self.token = self.table.token
     self.real = self.token >= 0
     self.slots = len(self.token)
     rng = np.random.default_rng(1)

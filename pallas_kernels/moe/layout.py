@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe import routing
+from pallas_kernels.moe import movement, routing
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +38,16 @@ class Layout:
   order: Any
   slot_row: Any
   row_slot: Any
+
+  @property
+  def token(self) -> Int[Array, "M"]:
+    """The token in each slot, or -1."""
+    choices = self.row_slot.shape[1]
+    return jnp.where(self.slot_row < 0, -1, self.slot_row // choices)
+
+  def combine(self, rows, gates=None) -> Float[Array, "T H"]:
+    """Sums each token's rows, [M, H], in k order, times gates if given."""
+    return movement.combine(self.row_slot, rows[None], rows[None][:0], gates)
 
 
 def build(

@@ -29,7 +29,7 @@ from pallas_kernels.moe.mosaic.gather import Movers
 from pallas_kernels.moe.mosaic.matmul import matmul
 from pallas_kernels.moe.mosaic.swiglu_gradient import swiglu_gradient
 from pallas_kernels.moe.mosaic.weight_gradient import weight_gradient
-from pallas_kernels.moe.movement import combine, take
+from pallas_kernels.moe.movement import take
 
 
 def cannot_run(*, x, w_gate_up, w_down, **_) -> str:
@@ -105,7 +105,7 @@ def _forward(static, x, expert_ids, gates, w_gate_up, w_down, totals):
   experts, inner, width = w_down.shape
   table = layout.build(expert_ids, experts, static.tile)
   used = table.tile_expert, table.num_tiles
-  token, movers = _token(table, gates), static.overlap
+  token, movers = table.token, static.overlap
   choice = tiles.gate_up(width, inner, static.tile)
   act, pre = gate_up(
     x if movers else take(x, token),
@@ -118,7 +118,7 @@ def _forward(static, x, expert_ids, gates, w_gate_up, w_down, totals):
   )
   choice = tiles.matmul(inner, width, static.tile)
   out = matmul(act, *used, w_down, transposed=False, **choice.arguments())
-  y = _combine(table, out, gates).astype(static.out_dtype)
+  y = table.combine(out, gates).astype(static.out_dtype)
   return y, (x, gates, w_gate_up, w_down, totals, table, pre)
 
 
@@ -127,7 +127,7 @@ def _backward(static, residuals, dy):
   experts, inner, width = w_down.shape
   used = table.tile_expert, table.num_tiles
   groups = table.start, table.size, table.order
-  token, movers = _token(table, gates), static.overlap
+  token, movers = table.token, static.overlap
   dy = dy.astype(x.dtype)
   d_rows = None if movers else take(dy, token)
   weight = take(gates.reshape(-1), table.slot_row)
@@ -179,7 +179,7 @@ def _backward(static, residuals, dy):
   d_down, total_down = of_weights(act, d_rows, w_down, total_down)
   d_gate_up, total_gate_up = of_weights(x_rows, d_pre, w_gate_up, total_gate_up)
   return (
-    _combine(table, d_x_rows).astype(x.dtype),
+    table.combine(d_x_rows).astype(x.dtype),
     None,
     take(functools.reduce(jnp.add, products), table.row_slot),
     d_gate_up,
@@ -189,12 +189,3 @@ def _backward(static, residuals, dy):
 
 
 _moe.defvjp(_forward, _backward)
-
-
-def _token(table, gates):
-  """The token in each slot, [M], or -1."""
-  return jnp.where(table.slot_row < 0, -1, table.slot_row // gates.shape[1])
-
-
-def _combine(table, rows, gates=None):
-  return combine(table.row_slot, rows[None], rows[None][:0], gates)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe import layout
-from pallas_kernels.moe.movement import combine, take
+from pallas_kernels.moe.movement import take
 from pallas_kernels.moe.triton import tiles
 from pallas_kernels.moe.triton.gate_up import gate_up
 from pallas_kernels.moe.triton.matmul import matmul
@@ -82,11 +82,11 @@ def _forward(static, x, expert_ids, gates, w_gate_up, w_down, totals):
   table = layout.build(expert_ids, experts, static.tile)
   used = table.tile_expert, table.num_tiles
   choice = tiles.gate_up(inner, static.tile)
-  token = _token(table, gates)
+  token = table.token
   act, pre = gate_up(x, token, *used, w_gate_up, choice, clamp=static.clamp)
   choice = tiles.matmul(width, static.tile)
   out = matmul(act, *used, w_down, choice, transposed=False)
-  y = _combine(table, out, gates).astype(static.out_dtype)
+  y = table.combine(out, gates).astype(static.out_dtype)
   return y, (x, gates, w_gate_up, w_down, totals, table, pre)
 
 
@@ -94,7 +94,7 @@ def _backward(static, residuals, dy):
   x, gates, w_gate_up, w_down, totals, table, pre = residuals
   experts, inner, width = w_down.shape
   used = table.tile_expert, table.num_tiles
-  token, dy = _token(table, gates), dy.astype(x.dtype)
+  token, dy = table.token, dy.astype(x.dtype)
   weight = take(gates.reshape(-1), table.slot_row)
 
   d_pre, act, products = swiglu_gradient(
@@ -126,7 +126,7 @@ def _backward(static, residuals, dy):
   d_down, of_down = of_weights(act, dy, w_down, of_down, "d")
   d_gate_up, of_gate_up = of_weights(x, d_pre, w_gate_up, of_gate_up, "x")
   return (
-    _combine(table, d_x_rows).astype(x.dtype),
+    table.combine(d_x_rows).astype(x.dtype),
     None,
     take(functools.reduce(jnp.add, products), table.row_slot),
     d_gate_up,
@@ -136,12 +136,3 @@ def _backward(static, residuals, dy):
 
 
 _moe.defvjp(_forward, _backward)
-
-
-def _token(table, gates):
-  """The token in each slot, [M], or -1."""
-  return jnp.where(table.slot_row < 0, -1, table.slot_row // gates.shape[1])
-
-
-def _combine(table, rows, gates=None):
-  return combine(table.row_slot, rows[None], rows[None][:0], gates)

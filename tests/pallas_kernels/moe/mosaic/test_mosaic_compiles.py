@@ -79,16 +79,17 @@ def test_compiles_for_hopper(kernel, count, tmp_path):
   for stem in stems:
     ptx, report, resources = (stem.with_suffix(s).read_text() for s in SUFFIXES)
     assert ("wgmma.mma_async" in ptx) == (kernel != "gather")
-    _check(ptx, report, resources)
+    # With SwiGLU, what a thread keeps for all tiles is read back once a tile.
+    spilled = 16 if re.search("gate_up|swiglu", stem.name) else 0
+    _check(ptx, report, resources, spilled)
 
 
-def _check(ptx, report, resources):
+def _check(ptx, report, resources, spilled):
   assert ".target sm_90a" in ptx
   atomics = r"^\s*(?:@\S+\s+)?(?:cp\.reduce|(?:red|atom)\S*\.b?f\d+)"
   assert not re.search(atomics, ptx, re.MULTILINE)
   spills = re.findall(r"(\d+) bytes spill", report)
-  # What a thread keeps for all tiles may be read back once a tile.
-  assert spills and max(map(int, spills)) <= 16, report
+  assert spills and max(map(int, spills)) <= spilled, report
   _check_registers(ptx)
   (shared,) = re.findall(r"smem_scratch_bytes=(\d+)", resources)
   assert int(shared) <= SHARED_BYTES
