@@ -72,13 +72,6 @@ class Sampled:
   route_start: int
   finish_reason: str
 
-  def routes_from(self, position: int) -> "Sampled":
-    """The same without the routes of earlier positions."""
-    cut = max(0, position - self.route_start)
-    return dataclasses.replace(
-      self, routes=self.routes[cut:], route_start=self.route_start + cut
-    )
-
 
 @runtime_checkable
 class Endpoint(Protocol):
@@ -91,9 +84,21 @@ class Endpoint(Protocol):
   name: str
 
   async def sample(
-    self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, seed: int
+    self,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    routes_from: int = 0,
   ) -> Sampled:
     """Continues a prompt; cancelling it cancels the request in the engine.
+
+    Args:
+      prompt: token ids.
+      max_tokens: to sample at most.
+      sampling: the distribution.
+      seed: of the draws.
+      routes_from: the first position of the prompt whose route is wanted.
 
     Raises:
       ServerError: it could not; nothing of the answer is left.
@@ -126,7 +131,12 @@ class LocalEndpoint:
     self._spellings = spellings
 
   async def sample(
-    self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, seed: int
+    self,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    routes_from: int = 0,
   ) -> Sampled:
     """See `Endpoint`."""
     chat = self._chat
@@ -153,13 +163,17 @@ class LocalEndpoint:
       raise ServerError(str(error)) from error
     end = piece.end
     assert end is not None
+    prompt_routes = end.prompt_routes
+    if prompt_routes is not None:
+      prompt_routes = prompt_routes[routes_from:]
     return checked(
       prompt,
       max_tokens,
+      routes_from,
       token_ids=end.token_ids,
       logprobs=end.logprobs,
       versions=end.versions,
-      prompt_routes=end.prompt_routes,
+      prompt_routes=prompt_routes,
       routes=end.routes,
       finish_reason=end.finish_reason,
     )
@@ -193,7 +207,12 @@ class HttpEndpoint:
     }
 
   async def sample(
-    self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, seed: int
+    self,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    routes_from: int = 0,
   ) -> Sampled:
     """See `Endpoint`."""
     import aiohttp  # Of the extra `serve`; whoever has a client has it.
@@ -204,6 +223,7 @@ class HttpEndpoint:
       "prompt_token_ids": list(prompt),
       "max_tokens": max_tokens,
       "seed": seed,
+      "prompt_routes_from": routes_from,
     }
     # How long an answer may take is the asker's to say.
     timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S)
@@ -233,6 +253,7 @@ class HttpEndpoint:
       return checked(
         prompt,
         max_tokens,
+        routes_from,
         token_ids=choice["token_ids"],
         logprobs=choice["sampled_logprobs"],
         versions=choice["versions"],
@@ -247,6 +268,7 @@ class HttpEndpoint:
 def checked(
   prompt: Sequence[int],
   max_tokens: int,
+  routes_from: int = 0,
   *,
   token_ids: Any,
   logprobs: Any,
@@ -269,7 +291,7 @@ def checked(
   except (TypeError, ValueError, OverflowError) as error:
     raise ServerError(f"its answer is damaged: {error}") from error
   count = token_ids.size
-  passes = len(prompt) - 1 + count
+  passes = len(prompt) - 1 + count - routes_from
   for valid, problem in (
     (finish_reason in ("stop", "length"), f"ended by {finish_reason!r}"),
     (1 <= count <= max_tokens, f"has {count} tokens of {max_tokens}"),
@@ -290,7 +312,9 @@ def checked(
   ):
     if not valid:
       raise ServerError(f"its answer {problem}")
-  return Sampled(token_ids, logprobs, versions, routes, 0, str(finish_reason))
+  return Sampled(
+    token_ids, logprobs, versions, routes, routes_from, str(finish_reason)
+  )
 
 
 def _retry_s(headers: Mapping[str, str]) -> float:

@@ -135,10 +135,14 @@ class Session:
     sequence = np.random.SeedSequence((*self._seed, self._turns))
     seed = int(sequence.generate_state(1)[0])
     attempts = self._pool.config.attempts
+    goes_on = prompt[: len(self._said)] == self._said
+    routed = self._routed if goes_on else 0
     for attempt in range(1, attempts + 1):
       engine = self._settle()
       try:
-        sampled = await engine.ask(prompt, max_tokens, self.sampling, seed)
+        sampled = await engine.ask(
+          prompt, max_tokens, self.sampling, seed, routed
+        )
         break
       except ServerError as error:
         problem = f"{engine.endpoint.name} failed: {error}"
@@ -146,12 +150,9 @@ class Session:
         if attempt == attempts:
           raise ServerError(f"{problem} (attempt {attempt})") from error
     self._turns += 1
-    if prompt[: len(self._said)] != self._said:
-      self._routed = 0
-    fresh = sampled.routes_from(self._routed)
     self._said = [*prompt, *sampled.token_ids.tolist()]
     self._routed = len(self._said) - 1
-    return fresh
+    return sampled
 
   def leave(self) -> None:
     """Ends the session."""
@@ -188,14 +189,12 @@ class _Engine:
     self._counts = counts
     self._slots = asyncio.Semaphore(config.max_requests)
 
-  async def ask(
-    self, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int
-  ) -> Sampled:
-    """One attempt; raises as `Endpoint.sample` does, but never `BusyError`."""
+  async def ask(self, *request) -> Sampled:
+    """One attempt at `Endpoint.sample`; raises as that, but no `BusyError`."""
     async with self._slots:
       try:
         await asyncio.sleep(self.down_until - time.monotonic())
-        sampled = await self._patiently(prompt, max_tokens, sampling, seed)
+        sampled = await self._patiently(*request)
       except ServerError:
         rest = self._config.rest_s * 2 ** min(self._failures, 5)
         # Of requests that fail together only the first is another failure.

@@ -14,6 +14,8 @@ Beside OpenAI's parameters (pass them as `extra_body` of its client):
     return_routes      `routes`, a packed array `[tokens, moe_layers, top_k]`
     return_prompt_routes  `prompt_routes`, the same for all but the last token
                        of the prompt
+    prompt_routes_from the first position of the prompt whose route is wanted: a
+                       turn's prompt begins with what was routed before
     top_k              keeps the likeliest tokens; 0 keeps all
     stop_token_ids     tokens that end a completion
     ignore_eos         whether the end token does not
@@ -101,6 +103,7 @@ class Call:
     stream: whether to send tokens as they come.
     include_usage: whether a stream ends with the token counts.
     returns: names of the extension fields asked for.
+    prompt_routes_from: the first position that `prompt_routes` is of.
   """
 
   model: str
@@ -120,6 +123,7 @@ class Call:
   stream: bool = False
   include_usage: bool = False
   returns: frozenset[str] = frozenset()
+  prompt_routes_from: int = 0
 
 
 def completion_call(body: Any) -> Call:
@@ -204,6 +208,13 @@ def _common(fields: "_Fields") -> dict[str, Any]:
       "stream_options may have include_usage only.", "stream_options"
     )
   seed = fields.integer("seed", None)
+  returns = frozenset(name for name in _RETURNS if fields.boolean(name, False))
+  routes_from = fields.integer("prompt_routes_from", 0, least=0)
+  if routes_from and "return_prompt_routes" not in returns:
+    raise BadRequestError(
+      "prompt_routes_from needs return_prompt_routes to be true.",
+      "prompt_routes_from",
+    )
   return {
     "model": _text(fields.take("model"), "model"),
     "n": fields.integer("n", 1, least=1),
@@ -217,9 +228,8 @@ def _common(fields: "_Fields") -> dict[str, Any]:
     "ignore_eos": fields.boolean("ignore_eos", False),
     "stream": fields.boolean("stream", False),
     "include_usage": bool(options.get("include_usage")),
-    "returns": frozenset(
-      name for name in _RETURNS if fields.boolean(name, False)
-    ),
+    "returns": returns,
+    "prompt_routes_from": routes_from,
   }
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from composer_jax.serving.api_request import Call
+from composer_jax.serving.api_request import BadRequestError, Call
 from composer_jax.serving.arrays import pack
 from composer_jax.serving.chat import ReplyReader, ToolCall
 from composer_jax.serving.pieces import Piece
@@ -42,7 +42,17 @@ class Answer:
       prompts: token ids of each choice's prompt.
       spellings: the bytes of each token id.
       readers: of each choice's reply; none unless it is a chat.
+
+    Raises:
+      BadRequestError: routes are asked for from beyond a prompt.
     """
+    shortest = min(map(len, prompts))
+    if call.prompt_routes_from and call.prompt_routes_from >= shortest:
+      raise BadRequestError(
+        f"prompt_routes_from={call.prompt_routes_from} is beyond a prompt of"
+        f" {shortest} tokens.",
+        "prompt_routes_from",
+      )
     self.call_id = (
       f"{'chatcmpl' if readers else 'cmpl'}-{secrets.token_hex(12)}"
     )
@@ -182,7 +192,9 @@ class Answer:
       fields["routes"] = pack(tokens.routes)
     if "return_prompt_routes" in wanted and end:
       routes = end.prompt_routes
-      fields["prompt_routes"] = None if routes is None else pack(routes)
+      if routes is not None:
+        routes = pack(routes[self._call.prompt_routes_from :])
+      fields["prompt_routes"] = routes
     return fields
 
   def _usage(self, ends: Sequence[Completion]) -> Json:

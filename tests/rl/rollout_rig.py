@@ -145,13 +145,14 @@ class FakeServer:
     every = [*prompt, *ids]
     # The pass over the last token was never made.
     routes = routes_of(every[:-1])
+    routed = body["prompt_routes_from"]
     return {
       "finish_reason": "stop",
       "prompt_token_ids": prompt,
       "token_ids": ids,
       "sampled_logprobs": logprobs_of(ids).tolist(),
       "versions": [self.version + len(prompt)] * len(ids),
-      "prompt_routes": pack(routes[: len(prompt) - 1]),
+      "prompt_routes": pack(routes[routed : len(prompt) - 1]),
       "routes": pack(routes[len(prompt) - 1 :]),
       "seed": body["seed"],
     }
@@ -181,6 +182,10 @@ DAMAGES = {
   "flat routes": _set("routes", lambda x: pack(np.zeros(5, np.uint8))),
   "routes below 0": _set(
     "prompt_routes", lambda x: pack(np.zeros((2, 1, 3), np.int32))
+  ),
+  "all routes": lambda choice: choice.__setitem__(
+    "prompt_routes",
+    pack(routes_of(choice["prompt_token_ids"][:-1])),
   ),
   "another prompt": _set("prompt_token_ids", lambda x: [*x, 1]),
   "nothing": lambda choice: [

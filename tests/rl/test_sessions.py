@@ -58,8 +58,8 @@ def test_what_is_asked_and_what_is_answered():
       sample.logprobs, logprobs_of(sample.token_ids)
     )
     np.testing.assert_array_equal(sample.versions, [7 + len(prompt)] * 5)
-    # Each position's route once.
-    assert sample.route_start == routed
+    # Each position's route once, and no other is asked for.
+    assert sample.route_start == asked["prompt_routes_from"] == routed
     np.testing.assert_array_equal(
       sample.routes, routes_of(ids[routed : stop - 1], routed)
     )

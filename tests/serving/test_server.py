@@ -118,6 +118,23 @@ def test_token_in_token_out_is_the_engine_s(rig, engine, sampling):
   assert answer.system_fingerprint == "weights-7"
 
 
+@pytest.mark.parametrize("first", [1, 17, len(PROMPT) - 1])
+def test_routes_of_the_rest_of_a_prompt(rig, engine, first):
+  wanted = expected(engine).prompt_routes[first:]
+  extra = EVERYTHING | {"prompt_routes_from": first}
+  (choice,) = create(rig, extra_body=extra).choices
+  np.testing.assert_array_equal(unpack(choice.prompt_routes), wanted)
+  chunks = list(create(rig, extra_body=extra, stream=True))
+  routes = joined(chunks)[0]["prompt_routes"]
+  np.testing.assert_array_equal(unpack(routes), wanted)
+
+
+def test_no_routes_from_beyond_a_prompt(rig):
+  extra = EVERYTHING | {"prompt_routes_from": len(PROMPT)}
+  with pytest.raises(openai.BadRequestError, match="beyond a prompt of 30"):
+    create(rig, extra_body=extra)
+
+
 def test_the_same_in_a_stream(rig, engine):
   wanted = expected(engine, top_logprobs=1)
   chunks = list(

@@ -128,6 +128,8 @@ def test_chat_messages_and_tools():
     ({"stream_options": {"x": 1}}, "stream_options", "include_usage only"),
     ({"best_of": 3}, "best_of", "has no best_of: leave it out, or set it to 1"),
     ({"presence_penalty": 0.5}, "presence_penalty", "set it to 0"),
+    ({"prompt_routes_from": -1}, "prompt_routes_from", "of at least 0"),
+    ({"prompt_routes_from": 1}, "prompt_routes_from", "return_prompt_routes"),
     ({"temprature": 1}, "temprature", "Did you mean 'temperature'"),
     ({"xyzzy": 1}, "xyzzy", "There is no parameter 'xyzzy'"),
   ],
