@@ -171,8 +171,11 @@ class Tokenizer:
 
   def save(self, path: str | Path) -> None:
     """Writes a `tokenizer.json`."""
-    text = json.dumps(self._spec, ensure_ascii=False, indent=1)
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_text(self.to_json(), encoding="utf-8")
+
+  def to_json(self) -> str:
+    """The text of a `tokenizer.json`, which the constructor takes."""
+    return json.dumps(self._spec, ensure_ascii=False, indent=1)
 
   def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
     """Token ids of each text; no control tokens are among them."""

@@ -6,6 +6,7 @@
     await server.stop()
 
     GET  /v1/models
+    GET  /tokenizer.json          for clients that speak in token ids
     POST /v1/completions, /v1/chat/completions   see `api_request`
     GET  /health      200 while it serves, else 503
     GET  /metrics     for Prometheus
@@ -225,6 +226,7 @@ class Server:
       [
         web.get("/v1/models", self._models),
         web.get("/v1/models/{model}", self._model),
+        web.get("/tokenizer.json", self._tokenizer_json),
         web.post("/v1/completions", self._completions),
         web.post("/v1/chat/completions", self._chat_completions),
         web.get("/health", self._health),
@@ -268,6 +270,12 @@ class Server:
   def _model_object(self) -> dict[str, Any]:
     max_len = self._front.engine.config.max_len
     return model_object(self.config.model, max_len, self._started)
+
+  async def _tokenizer_json(self, request: web.Request) -> web.Response:
+    del request
+    # Beside the event loop: a large vocabulary takes its time.
+    text = await asyncio.to_thread(self._tokenizer.to_json)
+    return web.Response(text=text, content_type="application/json")
 
   async def _health(self, request: web.Request) -> web.Response:
     del request

@@ -16,6 +16,7 @@ from serving_rig import (
   tokenizer,
 )
 
+from composer_jax.data import Tokenizer
 from composer_jax.serving import Request, SamplingParams
 from composer_jax.serving.arrays import unpack
 from composer_jax.serving.chat import HermesFormat, Message
@@ -78,6 +79,12 @@ def test_models(rig):
   (model,) = rig.client.models.list().data
   assert (model.id, model.max_model_len) == (NAME, ENGINE.max_len)
   assert rig.client.models.retrieve(NAME).id == NAME
+
+
+def test_the_tokenizer_for_clients_that_speak_in_token_ids(rig):
+  status, _, text = rig.request("GET", "/tokenizer.json")
+  assert status == 200
+  assert Tokenizer(text.decode()).digest == tokenizer().digest
 
 
 @pytest.mark.parametrize(
