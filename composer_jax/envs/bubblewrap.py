@@ -50,13 +50,17 @@ class Bubblewrap:
   """The provider; see the module for what it does and does not do."""
 
   def __init__(
-    self, limits: Limits | None = None, distributions: Sequence[str] = ()
+    self,
+    limits: Limits | None = None,
+    distributions: Sequence[str] = (),
+    without: Sequence[str] = (),
   ):
     """Checks that sandboxes can be made, and makes their image.
 
     Args:
       limits: of each sandbox.
       distributions: Python packages that code inside can import.
+      without: modules of the standard library that it can't.
 
     Raises:
       SandboxError: there is no bubblewrap here, or a distribution is missing.
@@ -69,7 +73,7 @@ class Bubblewrap:
         "There is no bwrap here: install the package bubblewrap (Linux only)."
       )
     try:
-      self._image = image.build(distributions)
+      self._image = image.build(distributions, without)
     except ModuleNotFoundError as error:
       raise SandboxError(str(error)) from error
     self._filter = seccomp.program()
