@@ -31,15 +31,15 @@ _WRITABLE = ("/work", "/tmp", "/dev/shm")
 def serve():
   """Answers requests until the host closes the pipe."""
   _refuse_unless_alone()
-  _send({}, b"")  # Ready.
+  send({}, b"")  # Ready.
   while True:
-    header, payload = _receive()
+    header, payload = receive()
     operation = header.pop("op")
     try:
       answer, data = _OPERATIONS[operation](payload, **header)
     except (OSError, ValueError) as error:
       answer, data = {"error": str(error)}, b""
-    _send(answer, data)
+    send(answer, data)
 
 
 def run(stdin, *, argv, cwd, env, limits):
@@ -59,7 +59,7 @@ def run(stdin, *, argv, cwd, env, limits):
   os.close(stdin_r)
   os.set_blocking(output_r, False)
   os.set_blocking(stdin_w, False)
-  output = _Capped(limits["output_bytes"])
+  output = Capped(limits["output_bytes"])
   reason, status, peak, check_at = "exited", None, 0, 0.0
   poll = select.poll()
   poll.register(output_r, select.POLLIN)
@@ -158,7 +158,7 @@ def write(data, *, path, mode):
 _OPERATIONS = {"exec": run, "read": read, "write": write}
 
 
-class _Capped:
+class Capped:
   """The first and the last half of what may be kept."""
 
   def __init__(self, size):
@@ -166,6 +166,7 @@ class _Capped:
     self._half = size // 2
 
   def add(self, chunk):
+    """Adds what came next."""
     room = self._half - len(self.head)
     self.head += chunk[:room]
     self.tail += chunk[room:]
@@ -281,7 +282,7 @@ def _refuse_unless_alone():
   _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
 
 
-def _receive():
+def receive():
   sizes = _exactly(8)
   header, payload = struct.unpack(">II", sizes)
   return marshal.loads(_exactly(header)), _exactly(payload)
@@ -297,7 +298,7 @@ def _exactly(size):
   return bytes(data)
 
 
-def _send(answer, data):
+def send(answer, data):
   fields = (
     f'"{name}": {encode_basestring_ascii(v) if isinstance(v, str) else v}'
     for name, v in answer.items()

@@ -44,6 +44,9 @@ class Sample(Protocol):
 
 # Prompt and the most tokens to sample -> a completion (see `Sample`).
 Sampler = Callable[[list[int], int], Awaitable[Any]]
+# Is told what happens, as it happens: a reply's text; a call, its name and
+# arguments; a result as the policy will read it.
+Watch = Callable[[Literal["reply", "call", "result"], str], None]
 
 
 @runtime_checkable
@@ -128,6 +131,7 @@ async def run(
   toolbox: Toolbox,
   prompt: str,
   budget: Budget | None = None,
+  watch: Watch = lambda kind, text: None,
 ) -> Transcript:
   """Lets a policy work on a task until it finishes or its budget is used up.
 
@@ -138,6 +142,7 @@ async def run(
     toolbox: what it can call.
     prompt: the task.
     budget: what it may use.
+    watch: shows it to somebody.
 
   Raises:
     SandboxError: the sandbox failed. That is not the policy's failure: run the
@@ -172,12 +177,15 @@ async def run(
     samples.append((len(ids), sample))
     ids += reply
     final_text, wanted = dialect.parse(reply)
+    watch("reply", final_text)
     results, finished = [], False
     for name, arguments in wanted:
       calls += 1
+      watch("call", f"{name} {arguments}")
       seen = await toolbox.call(sandbox, name, arguments)
       bad_calls += not seen.ok
       results.append(_shortened(seen.text, budget.observation_chars))
+      watch("result", results[-1])
       if seen.finished:
         finished, final_text = True, seen.text
         break
@@ -191,6 +199,7 @@ async def run(
         break
       bad_calls += 1
       results = [problem]
+      watch("result", problem)
     more = dialect.extend(reply, results)
     if len(ids) + len(more) >= budget.tokens:
       reason = "tokens"

@@ -33,6 +33,7 @@ class Tool:
     parameters: name -> JSON type ("string" or "integer") and what it is.
     required: names that every call must give.
     run: takes a sandbox and the arguments; raises `ToolError`.
+    reads_only: whether it can neither change a file nor run code.
   """
 
   name: str
@@ -40,6 +41,7 @@ class Tool:
   parameters: dict[str, tuple[str, str]]
   required: tuple[str, ...]
   run: Callable[..., Awaitable[str]]
+  reads_only: bool = False
 
   @property
   def schema(self) -> dict[str, Any]:
@@ -77,6 +79,10 @@ class Observation:
   finished: bool = False
 
 
+# Is asked before a call that is well-formed: None, or why it is refused.
+Approve = Callable[[Tool, dict[str, Any]], Awaitable[str | None]]
+
+
 class Toolbox:
   """The tools of one task.
 
@@ -84,13 +90,21 @@ class Toolbox:
     schemas: of all tools, for the prompt.
   """
 
-  def __init__(self, test_command: Sequence[str] = ()):
-    """Collects the tools; `run_tests` only if there is a `test_command`."""
+  def __init__(
+    self, test_command: Sequence[str] = (), approve: Approve | None = None
+  ):
+    """Collects the tools.
+
+    Args:
+      test_command: that `run_tests` runs; empty: there is no such tool.
+      approve: is asked before each call; None: all may be carried out.
+    """
     tools = [_LIST, _READ, _SEARCH, _EDIT, _WRITE, _RUN]
     if test_command:
       tools.append(_tests(test_command))
     tools.append(_FINISH)
     self._tools = {tool.name: tool for tool in tools}
+    self._approve = approve
     self.schemas = [tool.schema for tool in tools]
 
   async def call(
@@ -110,7 +124,11 @@ class Toolbox:
       tool = self._tools.get(name)
       if tool is None:
         raise ToolError(_unknown("tool", name, self._tools))
-      text = await tool.run(sandbox, **_checked(tool, arguments))
+      given = _checked(tool, arguments)
+      refusal = await self._approve(tool, given) if self._approve else None
+      if refusal is not None:
+        raise ToolError(refusal)
+      text = await tool.run(sandbox, **given)
       return Observation(text, finished=tool is _FINISH)
     except (ToolError, FileError) as error:
       return Observation(f"Error: {error}", ok=False)
@@ -159,6 +177,8 @@ def _unknown(what: str, name: str, known) -> str:
 
 
 async def _list(sandbox, path="."):
+  if not path.startswith(("/", ".")):
+    path = f"./{path}"  # Not for an option: `find` has one that deletes.
   result = await sandbox.exec(
     ["find", path, "-not", "-path", "*/.*", "-type", "f", "-printf", "%P\\n"],
     output_bytes=_OUTPUT_BYTES,
@@ -263,7 +283,12 @@ async def _text(sandbox: Sandbox, path: str) -> str:
 
 _PATH = ("string", "a path, relative to the repository or absolute")
 _LIST = Tool(
-  "list_files", "Lists the files below a folder.", {"path": _PATH}, (), _list
+  "list_files",
+  "Lists the files below a folder.",
+  {"path": _PATH},
+  (),
+  _list,
+  True,
 )
 _READ = Tool(
   "read_file",
@@ -275,6 +300,7 @@ _READ = Tool(
   },
   ("path",),
   _read,
+  True,
 )
 _SEARCH = Tool(
   "search",
@@ -282,6 +308,7 @@ _SEARCH = Tool(
   {"pattern": ("string", "the expression"), "path": _PATH},
   ("pattern",),
   _search,
+  True,
 )
 _EDIT = Tool(
   "edit_file",
@@ -314,4 +341,5 @@ _FINISH = Tool(
   {"message": ("string", "what was done")},
   (),
   _finish,
+  True,
 )

@@ -70,13 +70,16 @@ def call(name, **arguments):
   return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def rollout(sampler, files=(), toolbox=None, budget=None, after=None):
+def rollout(
+  sampler, files=(), toolbox=None, budget=None, after=None, **options
+):
   async def body():
     async with await Bubblewrap(LIMITS).create() as sandbox:
       for path, text in dict(files).items():
         await sandbox.write(path, text.encode())
       transcript = await harness.run(
-        sampler, DIALECT, sandbox, toolbox or Toolbox(), "Do it.", budget
+        *(sampler, DIALECT, sandbox, toolbox or Toolbox(), "Do it.", budget),
+        **options,
       )
       return transcript, await after(sandbox) if after else None
 
@@ -218,6 +221,70 @@ def test_budgets_end_a_rollout():
     rollout(policy(), budget=Budget(tokens=start))
   with pytest.raises(ValueError, match="turns=0 must be above 0"):
     Budget(turns=0)
+
+
+def test_a_refused_call_is_an_observation():
+  asked = []
+
+  async def approve(tool, arguments):
+    asked.append((tool.name, arguments, tool.reads_only))
+    return None if tool.reads_only else "The user said no."
+
+  seen = []
+  sampler = policy(
+    call("list_files"),
+    call("write_file", path="f", content="new"),
+    call("write_file", path="f"),
+    "<tool_call>?</tool_call>",
+    call("finish", message="ok"),
+  )
+  transcript, file = rollout(
+    sampler,
+    {"f": "old"},
+    Toolbox(approve=approve),
+    after=lambda s: s.read("f"),
+    watch=lambda *event: seen.append(event),
+  )
+  assert file == b"old"
+  # A call that can't be carried out is not asked about.
+  assert asked == [
+    ("list_files", {}, True),
+    ("write_file", {"path": "f", "content": "new"}, False),
+    ("finish", {"message": "ok"}, True),
+  ]
+  listed, refused, lacking, unread = results(transcript)
+  assert (listed, refused) == ("f", "Error: The user said no.")
+  assert transcript.bad_calls == 3
+  replies = ["", "", "", "<tool_call>?</tool_call>", ""]
+  said = [
+    [("result", text)] for text in (listed, refused, lacking, unread, "ok")
+  ]
+  called = [
+    [("call", "list_files {}")],
+    [("call", 'write_file {"path": "f", "content": "new"}')],
+    [("call", 'write_file {"path": "f"}')],
+    [],
+    [("call", 'finish {"message": "ok"}')],
+  ]
+  wanted = []
+  for reply, calls, texts in zip(replies, called, said, strict=True):
+    wanted += [("reply", reply), *calls, *texts]
+  assert seen == wanted
+
+
+@pytest.mark.parametrize("path", ["-delete", "!", "(", "sub", "./sub", "."])
+def test_a_path_is_never_an_option_of_find(path):
+  transcript, file = rollout(
+    policy(call("list_files", path=path), "ok"),
+    {"sub/f": "x"},
+    after=lambda s: s.read("sub/f"),
+  )
+  assert file == b"x"
+  (seen,) = results(transcript)
+  if path in ("-delete", "!", "("):
+    assert "No such file" in seen
+  else:
+    assert seen == ("sub/f" if path == "." else "f")
 
 
 def test_long_results_and_replies_are_cut():
