@@ -18,10 +18,11 @@ done with.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from composer_jax.rl.trajectory import Group, Trajectory
 
@@ -78,7 +79,7 @@ class BufferConfig:
       )
     if not self.deadline_s > 0:
       raise ValueError(f"deadline_s={self.deadline_s} must be above 0.")
-    token, whole = self.lags
+    token, whole = self.max_lags
     if not 0 <= token <= whole:
       raise ValueError(
         f"max_token_lag={token} must be at least 0 and at most"
@@ -86,7 +87,7 @@ class BufferConfig:
       )
 
   @property
-  def lags(self) -> tuple[int, int]:
+  def max_lags(self) -> tuple[int, int]:
     """The two bounds, of a token and of a trajectory, in versions."""
     token, whole = self.max_token_lag, self.max_trajectory_lag
     token = self.staleness if token is None else token
@@ -123,12 +124,25 @@ def room(outstanding: int, config: BufferConfig) -> int:
   return max(0, config.groups * (config.staleness + 1) - outstanding)
 
 
-def admit(group: Group, version: int, config: BufferConfig) -> Admitted:
+def lags(
+  versions: Int[np.ndarray, " N"], published: Sequence[int]
+) -> Int[np.ndarray, " N"]:
+  """How many versions came after each: numbers of a chain have gaps.
+
+  Args:
+    versions: of tokens.
+    published: all versions, rising; the last one is what would learn.
+  """
+  older = np.searchsorted(np.asarray(published), versions, side="right")
+  return len(published) - older
+
+
+def admit(
+  group: Group, published: Sequence[int], config: BufferConfig
+) -> Admitted:
   """What of a group may be trained on, by versions alone.
 
-  In this order, each for the rest of the one before, with lag = `version` -
-  version of a token, negative lags (of a learner that went back to a
-  checkpoint) counting as 0:
+  In this order, each for the rest of the one before, with `lags` of tokens:
 
   * "failed/<what failed>": rollouts that have no trajectory;
   * "stale": trajectories with a lag above the bound for trajectories. Of the
@@ -140,24 +154,25 @@ def admit(group: Group, version: int, config: BufferConfig) -> Admitted:
 
   Args:
     group: of rollouts that ended.
-    version: of the weights that would learn from it.
+    published: see `lags`.
     config: the bounds.
   """
-  token_lag, trajectory_lag = config.lags
+  token_lag, trajectory_lag = config.max_lags
   discarded = collections.Counter(
     {f"failed/{where}": n for where, n in group.failures.items() if n}
   )
   kept, masked = [], 0
   for trajectory in group.trajectories:
-    lags = version - trajectory.versions[trajectory.loss_mask]
-    old = int((lags > token_lag).sum())
-    if not lags.size:
+    sampled = trajectory.loss_mask
+    lag = lags(trajectory.versions, published)
+    old = sampled & (lag > token_lag)
+    if not sampled.any():
       discarded["unusable"] += 1
-    elif lags.max() > trajectory_lag or old == lags.size:
+    elif lag[sampled].max() > trajectory_lag or old.sum() == sampled.sum():
       discarded["stale"] += 1
     else:
-      kept.append(_without(trajectory, version - token_lag))
-      masked += old
+      kept.append(_without(trajectory, old))
+      masked += int(old.sum())
   if len(kept) < config.min_group:
     reason = "group_too_small"
   elif len({trajectory.reward for trajectory in kept}) == 1:
@@ -168,11 +183,11 @@ def admit(group: Group, version: int, config: BufferConfig) -> Admitted:
   return Admitted((), +discarded)
 
 
-def _without(trajectory: Trajectory, oldest: int) -> Trajectory:
-  """The trajectory with nothing to learn from tokens before a version."""
-  mask = trajectory.loss_mask & (trajectory.versions >= oldest)
-  if (mask == trajectory.loss_mask).all():
+def _without(trajectory: Trajectory, old: Bool[np.ndarray, " N"]) -> Trajectory:
+  """The trajectory with nothing to learn from some of its tokens."""
+  if not old.any():
     return trajectory
+  mask = trajectory.loss_mask & ~old
   return dataclasses.replace(
     trajectory,
     loss_mask=mask,
@@ -320,14 +335,14 @@ class Buffer:
     found.members[member] = result
     return True
 
-  def draw(self, version: int, now: float) -> Batch | None:
+  def draw(self, published: Sequence[int], now: float) -> Batch | None:
     """The next batch, if there is one; otherwise discards what can't be used.
 
     Groups go in the order of their ids. Those of the batch stay outstanding
     until `trained`.
 
     Args:
-      version: of the weights that would learn from it.
+      published: see `lags`.
       now: for the deadlines.
     """
     usable: list[tuple[int, Admitted]] = []
@@ -336,21 +351,21 @@ class Buffer:
       missing = found.size - len(found.members)
       if missing and now < found.closes_at:
         continue
-      admitted = admit(_joined(found), version, self.config)
+      admitted = admit(_joined(found), published, self.config)
       if not admitted.trajectories:
         self._settle(group, admitted)
         continue
       usable.append((group, admitted))
       if len(usable) == self.config.groups:
-        return self._batch(usable, version)
+        return self._batch(usable, published)
     return None
 
   def trained(self, batch: Batch) -> None:
     """Notes that a batch's version is published: there is room again."""
     self._training -= batch.groups.keys()
 
-  def _batch(self, usable, version):
-    groups, lags, masked = {}, collections.Counter(), 0
+  def _batch(self, usable, published):
+    groups, counted, masked = {}, collections.Counter(), 0
     for group, admitted in usable:
       task_id = self._open[group].task_id
       self._settle(group, admitted)
@@ -358,9 +373,9 @@ class Buffer:
       groups[group] = Group(task_id, admitted.trajectories)
       masked += admitted.masked_tokens
       for trajectory in admitted.trajectories:
-        found = version - trajectory.versions[trajectory.loss_mask]
-        lags.update(np.maximum(found, 0).tolist())
-    return Batch(groups, dict(sorted(lags.items())), masked)
+        sampled = trajectory.versions[trajectory.loss_mask]
+        counted.update(lags(sampled, published).tolist())
+    return Batch(groups, dict(sorted(counted.items())), masked)
 
   def _settle(self, group, admitted):
     found = self._open.pop(group)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_jax.rl.buffer import Buffer, BufferConfig, Ids, admit, room
+from composer_jax.rl.buffer import Buffer, BufferConfig, Ids, admit, lags, room
 from composer_jax.rl.trajectory import Group, Sampling, Trajectory
 
 CONFIG = BufferConfig(groups=2, group_size=3, staleness=1, deadline_s=10.0)
@@ -36,7 +36,7 @@ def group_of(*trajectories, **failures):
 
 def test_what_is_fresh_and_mixed_is_admitted_untouched():
   ones = [trajectory(r) for r in (0.0, 1.0, 0.0)]
-  admitted = admit(group_of(*ones), 6, CONFIG)
+  admitted = admit(group_of(*ones), range(6 + 1), CONFIG)
   assert admitted.trajectories == tuple(ones)
   assert not admitted.discarded
   assert admitted.masked_tokens == 0
@@ -66,7 +66,7 @@ def test_what_is_fresh_and_mixed_is_admitted_untouched():
   ],
 )
 def test_what_is_not_admitted_is_counted_by_reason(group, version, discarded):
-  admitted = admit(group, version, CONFIG)
+  admitted = admit(group, range(version + 1), CONFIG)
   assert admitted.trajectories == ()
   assert admitted.discarded == discarded
 
@@ -76,13 +76,18 @@ def test_tokens_that_are_too_old_lose_their_loss_alone():
     groups=1, group_size=2, max_token_lag=1, max_trajectory_lag=3
   )
   old = trajectory(1.0, [-1, 3, 4, -1, 5, 6])
-  admitted = admit(group_of(old, trajectory(0.0)), 6, config)
+  admitted = admit(group_of(old, trajectory(0.0)), range(6 + 1), config)
   assert admitted.masked_tokens == 2
   left = admitted.trajectories[0]
   assert left.versions.tolist() == [-1, -1, -1, -1, 5, 6]
   assert left.loss_mask.tolist() == [False] * 4 + [True] * 2
   assert left.logprobs.tolist() == [0, 0, 0, 0, -0.5, -0.5]
   np.testing.assert_array_equal(left.token_ids, old.token_ids)
+
+
+def test_lags_count_versions_over_gaps_in_their_numbers():
+  versions = np.array([2, 3, 5, 9, 9])
+  assert lags(versions, [2, 3, 5, 9]).tolist() == [3, 2, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +104,8 @@ def test_a_stuck_rollout_stalls_its_group_until_the_deadline_only():
   buffer.order(0, "t", 3, now=100.0)
   buffer.add(0, 0, group_of(trajectory(0.0)))
   buffer.add(0, 2, group_of(trajectory(1.0)))
-  assert buffer.draw(5, now=109.9) is None
-  batch = buffer.draw(5, now=110.0)
+  assert buffer.draw(range(6), now=109.9) is None
+  batch = buffer.draw(range(6), now=110.0)
   assert len(batch.groups[0].trajectories) == 2
   assert buffer.counts == {"ordered": 3, "trained": 2, "missed_deadline": 1}
   # What comes late is of no use, and is not counted again.
@@ -114,7 +119,7 @@ def test_a_group_that_waits_holds_up_no_other():
     buffer.order(group, "t", 2, now=0.0)
   for member, reward in enumerate((0.0, 1.0)):
     buffer.add(1, member, group_of(trajectory(reward)))
-  assert list(buffer.draw(5, now=1.0).groups) == [1]
+  assert list(buffer.draw(range(6), now=1.0).groups) == [1]
 
 
 def test_there_is_room_again_when_a_version_is_published():
@@ -123,7 +128,7 @@ def test_there_is_room_again_when_a_version_is_published():
   assert buffer.room == 0
   for member, reward in enumerate((0.0, 1.0)):
     buffer.add(0, member, group_of(trajectory(reward)))
-  batch = buffer.draw(5, now=1.0)
+  batch = buffer.draw(range(6), now=1.0)
   assert buffer.room == 0  # Nothing is begun on the weights before.
   assert batch.lags == {0: 4}
   buffer.trained(batch)
@@ -135,7 +140,7 @@ def test_discarded_groups_make_room():
   buffer.order(0, "t", 2, now=0.0)
   for member in range(2):
     buffer.add(0, member, group_of(trajectory(1.0)))
-  assert buffer.draw(5, now=1.0) is None
+  assert buffer.draw(range(6), now=1.0) is None
   assert buffer.room == 1
   assert buffer.counts["equal_rewards"] == 2
 
@@ -145,7 +150,7 @@ def test_ids_are_used_once():
   buffer.order(0, "t", 2, now=0.0)
   with pytest.raises(ValueError, match="Group 0 was ordered before"):
     buffer.order(0, "t", 2, now=0.0)
-  buffer.draw(5, now=1e9)
+  buffer.draw(range(6), now=1e9)
   with pytest.raises(ValueError, match="Group 0 was ordered before"):
     buffer.order(0, "t", 2, now=0.0)
 
@@ -157,7 +162,7 @@ def test_a_batch_that_no_checkpoint_knows_is_trained_on_again():
   def deliver(buffer):
     for member, reward in enumerate((0.0, 1.0)):
       buffer.add(0, member, group_of(trajectory(reward)))
-    return buffer.draw(5, now=1.0)
+    return buffer.draw(range(6), now=1.0)
 
   buffer.order(0, "t", 2, now=0.0)
   state = json.loads(json.dumps(buffer.state()))
@@ -224,7 +229,7 @@ def test_every_rollout_ends_once_whatever_happens(
   buffer = Buffer(config)
   saved, trained_then = buffer.state(), []
   tickets, files, trained = {}, {}, []
-  version, now = 0, 0.0
+  published, now = [0], 0.0
   for _ in range(data.draw(st.integers(0, 40))):
     now += data.draw(st.sampled_from([0.0, 1.0, 6.0]))
     act = data.draw(st.sampled_from(["order", "add", "train", "save", "crash"]))
@@ -237,20 +242,24 @@ def test_every_rollout_ends_once_whatever_happens(
       member = data.draw(st.integers(0, size - 1))
       kind = data.draw(st.sampled_from(["good", "bad", "failed"]))
       result = group_of(
-        *([] if kind == "failed" else [_made(kind, group, member, version)]),
+        *(
+          []
+          if kind == "failed"
+          else [_made(kind, group, member, published[-1])]
+        ),
         **({"sandbox": 1} if kind == "failed" else {}),
       )
       if (group, member) not in files:
         files[group, member] = result
         buffer.add(group, member, result)
-    elif act == "train" and (batch := buffer.draw(version, now)):
+    elif act == "train" and (batch := buffer.draw(published, now)):
       assert len(batch.groups) == groups
       assert max(batch.lags, default=0) <= staleness
       for group in batch.groups.values():
         assert 2 <= len(group.trajectories) <= size
         assert len({t.reward for t in group.trajectories}) > 1
         trained += [int(t.token_ids[0]) for t in group.trajectories]
-      version += 1
+      published.append(published[-1] + 1)
       buffer.trained(batch)
     elif act == "save":
       saved, trained_then = json.loads(json.dumps(buffer.state())), [*trained]
@@ -258,7 +267,8 @@ def test_every_rollout_ends_once_whatever_happens(
       tickets = {k: v for k, v in tickets.items() if k not in buffer.settled}
     elif act == "crash":
       buffer, trained = Buffer(config, saved), [*trained_then]
-      version += 1  # A learner that goes on publishes its weights anew.
+      # A learner that goes on takes the chain over, and publishes anew.
+      published.append(published[-1] + 2)
       for group, ordered in tickets.items():
         if group not in buffer.settled:
           buffer.order(group, "t", size, ordered)
