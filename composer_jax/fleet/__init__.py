@@ -1,0 +1,1 @@
+"""Where processes run: this machine, for now (`composer_jax.fleet.local`)."""
