@@ -15,6 +15,7 @@ Not for Windows; and where `find` and `grep` aren't GNU's, two tools fail.
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -121,8 +122,10 @@ class LocalFolder(Sandbox):
 
   async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
     """See `Sandbox.read`."""
-    with _file_errors():
+    with self._file_errors():
       place = self.place(path)
+      if place.is_dir():
+        raise FileError(f"{path} is a directory.")
       _check_regular(place, path)
       size = place.stat().st_size
       if size > max_bytes:
@@ -134,10 +137,13 @@ class LocalFolder(Sandbox):
 
   async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
     """See `Sandbox.write`; a file that is there keeps its mode."""
-    with _file_errors():
+    with self._file_errors():
       place = self.place(path)
-      if place.exists():
-        _check_regular(place, path)
+      if place.is_dir():
+        raise IsADirectoryError(
+          errno.EISDIR, os.strerror(errno.EISDIR), str(place)
+        )
+      _check_regular(place, path)
       place.parent.mkdir(parents=True, exist_ok=True)
       # Whatever happens meanwhile, the person has the old file or the new one.
       scratch = place.with_name(f".{place.name[:200]}.{os.getpid()}")
@@ -154,6 +160,14 @@ class LocalFolder(Sandbox):
   async def destroy(self) -> None:
     """Does nothing: the folder is the person's, and nothing runs in it."""
 
+  @contextlib.contextmanager
+  def _file_errors(self):
+    try:
+      yield
+    # A ring of links is the latter.
+    except (OSError, RuntimeError) as error:
+      raise FileError(str(error).replace(f"{self.folder}/", "")) from error
+
 
 def _read(pipe, output):
   """Takes what a pipe holds, and no more: others may go on filling it."""
@@ -169,16 +183,6 @@ def _end(group):
 
 
 def _check_regular(place, path):
-  if place.is_dir():
-    raise FileError(f"{path} is a directory.")
   # One that isn't there is for `stat` to tell.
   if place.exists() and not place.is_file():
     raise FileError(f"{path} is not a regular file.")
-
-
-@contextlib.contextmanager
-def _file_errors():
-  try:
-    yield
-  except (OSError, RuntimeError) as error:  # The latter of links in a ring.
-    raise FileError(str(error)) from error

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from composer_jax.envs.sandbox import ExecResult, FileError, Sandbox
+from composer_jax.envs.sandbox import WORK, ExecResult, FileError, Sandbox
 
 _READ_LINES = 400
 _OUTPUT_BYTES = 8_000
@@ -131,7 +131,9 @@ class Toolbox:
       text = await tool.run(sandbox, **given)
       return Observation(text, finished=tool is _FINISH)
     except (ToolError, FileError) as error:
-      return Observation(f"Error: {error}", ok=False)
+      # Paths as a policy gives them: the repository may lie anywhere.
+      text = str(error).replace(f"{WORK}/", "")
+      return Observation(f"Error: {text}", ok=False)
 
 
 def _checked(tool: Tool, arguments: str) -> dict[str, Any]:

@@ -38,6 +38,14 @@ def spell(text: str) -> list[int]:
   return [*(TOKENIZER.spellings.index(bytes([b])) for b in text.encode()), END]
 
 
+def _replies_in(prompt):
+  """How many were said; the one that is asked for begins, too."""
+  begin = CHAT._encode(["<|im_start|>", "assistant\n"])[1:]
+  size = len(begin)
+  starts = range(len(prompt) - size + 1)
+  return sum(prompt[i : i + size] == begin for i in starts) - 1
+
+
 def call(name, **arguments):
   body = json.dumps({"name": name, "arguments": arguments})
   return f"<tool_call>\n{body}\n</tool_call>"
@@ -79,7 +87,13 @@ class FakeServer:
   @contextlib.asynccontextmanager
   async def running(self):
     app = web.Application(client_max_size=1 << 24)
-    app.add_routes([web.post("/v1/completions", self._handle)])
+    app.add_routes(
+      [
+        web.get("/v1/models", self._models),
+        web.get("/tokenizer.json", self._tokenizer),
+        web.post("/v1/completions", self._handle),
+      ]
+    )
     runner = web.AppRunner(
       app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None
     )
@@ -92,6 +106,16 @@ class FakeServer:
       yield self
     finally:
       await runner.cleanup()
+
+  async def _models(self, request):
+    del request
+    return web.json_response(
+      {"data": [{"id": "fake", "max_model_len": 1 << 16}]}
+    )
+
+  async def _tokenizer(self, request):
+    del request
+    return web.Response(text=TOKENIZER.to_json())
 
   async def _handle(self, request):
     body = await request.json()
@@ -137,8 +161,7 @@ class FakeServer:
   def _choice(self, body):
     prompt, most = body["prompt_token_ids"], body["max_tokens"]
     if self.replies:
-      said = prompt.count(END) // 2 - 1  # System and user; then two a turn.
-      ids = spell(self.replies[said])[:most]
+      ids = spell(self.replies[_replies_in(prompt)])[:most]
     else:
       rng = np.random.default_rng([body["seed"], *prompt])
       ids = rng.integers(0, 250, min(most, 5)).tolist()
