@@ -6,6 +6,8 @@ obey: nothing of it can pass for a question, or hide a part of a command.
 
 import difflib
 import signal
+import sys
+import termios
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,13 @@ _CALL_CHARS = 100
 _DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
+def _line(question: str) -> str:
+  # What was typed before a question can't be an answer to it.
+  if sys.stdin.isatty():
+    termios.tcflush(sys.stdin, termios.TCIFLUSH)
+  return input(question)
+
+
 class InterruptedWorkError(Exception):
   """A person wants to stop, or is no longer there."""
 
@@ -34,7 +43,7 @@ class Terminal:
   """
 
   def __init__(
-    self, console: Console | None = None, ask: Callable[[str], str] = input
+    self, console: Console | None = None, ask: Callable[[str], str] = _line
   ):
     """Takes where to print, and what asks for a line."""
     self.console = console or Console(highlight=False)
@@ -44,6 +53,7 @@ class Terminal:
     """See `composer_jax.envs.harness.Watch`."""
     match kind:
       case "reply":
+        self.console.print()
         if text.strip():
           self.say(text.strip())
       case "call":
@@ -51,10 +61,11 @@ class Terminal:
         self.say(f"> {short}", "bold blue")
       case "result":
         lines = text.splitlines()
-        more = len(lines) - _RESULT_LINES
-        shown = lines[:_RESULT_LINES]
-        shown += [f"({more} more lines)"] * (more > 0)
-        self.say("\n".join(f"  {line}" for line in shown), "dim")
+        half = _RESULT_LINES // 2
+        if len(lines) > _RESULT_LINES:
+          more = f"({len(lines) - 2 * half} more lines)"
+          lines = [*lines[:half], more, *lines[-half:]]
+        self.say("\n".join(f"  {line}" for line in lines), "dim")
 
   def say(self, text: str, style: str = "") -> None:
     """Prints a text, whoever wrote it."""
@@ -157,12 +168,13 @@ class Approval:
       case "run_command":
         self._terminal.say(f"$ {arguments['command']}", "bold")
       case "edit_file":
-        self._terminal.diff(
-          arguments["path"], arguments["old"], arguments["new"]
-        )
+        old, new = arguments["old"], arguments["new"]
+        before = self._file(arguments["path"])
+        if before and before.count(old) == 1:
+          old, new = before, before.replace(old, new)
+        self._terminal.diff(arguments["path"], old, new)
       case "write_file":
-        place = self._folder.place(arguments["path"])
-        before = _text(place.read_bytes() if place.is_file() else b"")
+        before = self._file(arguments["path"])
         if before is None:
           self._terminal.say("It replaces what is not a text.", "bold yellow")
         self._terminal.diff(
@@ -170,6 +182,10 @@ class Approval:
         )
       case _:
         self._terminal.say(f"{tool.description} {arguments or ''}", "bold")
+
+  def _file(self, path):
+    place = self._folder.place(path)
+    return _text(place.read_bytes() if place.is_file() else None)
 
 
 def _text(data: bytes | None) -> str | None:

@@ -123,7 +123,7 @@ class LocalFolder(Sandbox):
   async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
     """See `Sandbox.read`."""
     with self._file_errors():
-      place = self.place(path)
+      place = self.folder / path
       if place.is_dir():
         raise FileError(f"{path} is a directory.")
       _check_regular(place, path)
@@ -138,13 +138,14 @@ class LocalFolder(Sandbox):
   async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
     """See `Sandbox.write`; a file that is there keeps its mode."""
     with self._file_errors():
-      place = self.place(path)
+      place = self.folder / path
       if place.is_dir():
         raise IsADirectoryError(
           errno.EISDIR, os.strerror(errno.EISDIR), str(place)
         )
       _check_regular(place, path)
       place.parent.mkdir(parents=True, exist_ok=True)
+      place = place.resolve()  # A link stays one.
       # Whatever happens meanwhile, the person has the old file or the new one.
       scratch = place.with_name(f".{place.name[:200]}.{os.getpid()}")
       flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

@@ -34,6 +34,7 @@ REPLIES = (
   "I look. " + call("list_files") + call("read_file", path="f.py"),
   call("search", pattern="return", path="f.py") + call("run_tests"),
   call("read_file", path="none.py") + call("read_file", path="sub"),
+  call("read_file", path="../none") + call("read_file", path="f.py/x"),
   call("edit_file", path="f.py", old="x * 1", new="x + 1"),
   call("write_file", path="sub", content="?") + call("no_such_tool"),
   "<tool_call>{'oops'}</tool_call>",
@@ -147,9 +148,9 @@ def test_product_and_rollout_make_the_same_transcript(tmp_path, where):
   assert product.sampling == training.sampling
   assert (folder / "f.py").read_text() == "def f(x):\n  return x + 1\n"
   assert (folder / "new/g.py").read_text() == "y = '\u00e9'\n"
-  # Tests twice, two edits (of which one fails), a command, two files; of a
-  # copy, once whether to keep it all.
-  assert len(person.asked) == (1 if where == "sandbox" else 7)
+  # A file outside, tests twice, two edits (of which one fails), a command, two
+  # files; of a copy, once whether to keep it all.
+  assert len(person.asked) == (1 if where == "sandbox" else 8)
 
 
 def test_what_is_refused_is_not_done_and_the_policy_is_told(tmp_path):
@@ -230,7 +231,8 @@ def test_all_of_a_call_is_shown_before_it_is_allowed(tmp_path):
 def test_yes_asks_nothing(tmp_path):
   folder = fill(tmp_path)
   person = Person()
-  work(folder, person, "--yes", "--test=true")
+  replies = REPLIES[:2] + REPLIES[4:]
+  work(folder, person, "--yes", "--test=true", replies=replies)
   assert (folder / "new/g.py").exists() and "$ seq 3000" in person.saw
 
 
