@@ -19,7 +19,6 @@ What it does not protect from:
 * reading what is world-readable in the host's /usr.
 """
 
-import asyncio
 import os
 import shutil
 from collections.abc import Sequence
@@ -27,9 +26,9 @@ from pathlib import Path
 
 from composer_jax.envs import image, seccomp
 from composer_jax.envs.sandbox import Limits, Sandbox, SandboxError
+from composer_jax.envs.start import start
 
-# A user that owns nothing, where root starts sandboxes.
-_UNPRIVILEGED = 64_999
+_AGENT = ("/image/bin/python", "-I", "-S", "/image/agent.pyc")
 # Device files that hold no memory; /dev/zero, mapped shared, is unlimited.
 _DEVICES = ("null", "full", "random", "urandom")
 # Packages of the system's own Python may be what a task is about.
@@ -81,56 +80,19 @@ class Bubblewrap:
 
   async def create(self, snapshot: bytes = b"") -> Sandbox:
     """See `Provider.create`."""
-    starting = asyncio.create_task(self._start())
-    try:
-      # A bwrap that is killed while it starts leaves its child behind.
-      sandbox = await asyncio.shield(starting)
-    except asyncio.CancelledError:
-      await (await starting).destroy()
-      raise
-    try:
-      if snapshot:
-        await sandbox.restore(snapshot)
-    except BaseException:
-      await sandbox.destroy()
-      raise
-    return sandbox
-
-  async def _start(self) -> Sandbox:
-    drop = {}
-    if os.geteuid() == 0:
-      drop = {"user": _UNPRIVILEGED, "group": _UNPRIVILEGED, "extra_groups": []}
     read_end, write_end = os.pipe()
     try:
       os.write(write_end, self._filter)
       os.close(write_end)
-      process = await asyncio.create_subprocess_exec(
-        *self._argv,
-        "--seccomp",
-        str(read_end),
-        "/image/bin/python",
-        "-I",
-        "-S",
-        "/image/agent.pyc",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        pass_fds=(read_end,),
-        cwd="/",
+      return await start(
+        [*self._argv, "--seccomp", str(read_end), *_AGENT],
+        self.limits,
+        snapshot,
+        fds=(read_end,),
         env={"LD_LIBRARY_PATH": "/image/lib"},
-        **drop,
       )
-    except OSError as error:
-      raise SandboxError(f"bwrap could not be started: {error}.") from error
     finally:
       os.close(read_end)
-    sandbox = Sandbox(process, self.limits)
-    try:
-      await sandbox.ready()
-    except SandboxError:
-      await sandbox.destroy()
-      raise
-    return sandbox
 
 
 def _arguments(root: Path, limits: Limits) -> list[str]:

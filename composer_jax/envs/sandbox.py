@@ -6,8 +6,9 @@
       result = await sandbox.exec(["python", "hello.py"])
       other = await provider.create(await sandbox.snapshot())   # a fork
 
-A provider makes sandboxes; `Bubblewrap` (in `bubblewrap.py`) is the one there
-is. Each sandbox has one agent (`agent.py`) inside, asked over a pipe.
+A provider makes sandboxes: `Bubblewrap` (in `bubblewrap.py`) out of namespaces,
+`Microvm` (in `microvm.py`) as machines with a kernel of their own. Each sandbox
+has one agent (`agent.py`) inside, asked over a pipe.
 
 Whatever a command does is in its `ExecResult`. `SandboxError` is different: the
 machinery failed, which says nothing about the policy and must never be scored.
@@ -125,13 +126,19 @@ class Sandbox:
     self.limits = limits
     self._lock = asyncio.Lock()
 
-  async def ready(self) -> None:
+  async def ready(
+    self, setup: Mapping | None = None, payload: bytes = b""
+  ) -> None:
     """Waits until the agent has started.
+
+    Args:
+      setup: what it is told first, if it waits for that.
+      payload: bytes that go with it.
 
     Raises:
       SandboxError: it did not.
     """
-    await self._ask(None, b"", 0.0)
+    await self._ask(setup, payload, 0.0)
 
   @property
   def alive(self) -> bool:
