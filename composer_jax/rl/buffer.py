@@ -240,14 +240,14 @@ class Buffer:
     config: BufferConfig,
     state: dict[str, Any] | None = None,
     *,
-    observe: Callable[[Group], object] = lambda group: None,
+    observe: Callable[[int, Group], object] = lambda number, group: None,
   ):
     """Begins, or goes on from what `state` gave; see `order`.
 
     Args:
       config: of the batch.
       state: of an earlier buffer.
-      observe: told each group when it is settled, whole.
+      observe: told each group when it is settled: its id, and all of it.
     """
     state = state or {}
     self.config = config
@@ -386,7 +386,7 @@ class Buffer:
     )
     self.masked_tokens += admitted.masked_tokens
     self.settled.add(group)
-    self._observe(_joined(found))
+    self._observe(group, _joined(found))
 
 
 def _joined(found: _Open) -> Group:

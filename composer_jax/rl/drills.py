@@ -2,9 +2,9 @@ r"""What a model of two million parameters needs before it can learn by doing.
 
 Drills (`composer_jax.envs.tasks.micro`) with their answers; a terse dialect,
 since the product's own prompt has a thousand tokens; and traces in it, for
-mid-training: of an agent that does the right thing a quarter of the time. So
-reinforcement learning begins with a policy that knows the tools and is seldom
-right. Harness, tools, sandboxes and hidden tests are the product's.
+mid-training: of an agent that mostly doesn't bother to work. So reinforcement
+learning begins with a policy that knows the tools and seldom solves anything.
+Harness, tools, sandboxes and hidden tests are the product's.
 
     # Task: house.py: LIMIT must be 7. Repair it.
     write_file(path="house.py", content="LIMIT = 7\n")
@@ -31,7 +31,10 @@ from composer_jax.data import Tokenizer
 from composer_jax.envs.tasks import Task, micro
 from composer_jax.serving.text import TextReader
 
-_GOLD_SHARE = 0.25
+# Of what the traces' agent does. It idles more often than it errs, so that how
+# to do things right can be learnt from what it writes.
+_GOLD_SHARE = 0.3
+_IDLE_SHARE = 0.6
 _HELD_OUT_SHARE = 0.4
 # Few enough that all kinds are still in turn; there are but 56 files to write.
 _IN_TURN = 100
@@ -96,8 +99,9 @@ class DrillDialect:
 
   def extend(self, reply: Sequence[int], results: Sequence[str]) -> list[int]:
     """See `Dialect`."""
-    last = self._tokenizer.spellings[reply[-1]] if len(reply) else b"\n"
-    end = "" if last.endswith(b"\n") else "\n"
+    # A model may have ids that no token has.
+    spelt = self._tokenizer.spellings[reply[-1] : reply[-1] + 1]
+    end = "" if spelt and spelt[0].endswith(b"\n") else "\n"
     return self._encode(end + "".join(map(_comment, results)))
 
   def parse(self, reply: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
@@ -128,27 +132,17 @@ def _parse(text: str) -> tuple[str, str] | None:
   return None
 
 
-def traces(seed: int, gold_share: float = _GOLD_SHARE) -> Iterator[str]:
-  """Texts for mid-training, without end.
-
-  Args:
-    seed: of the drills; tasks to learn from or to test on need another one.
-    gold_share: of traces that do what the task says.
-  """
+def traces(seed: int) -> Iterator[str]:
+  """Texts for mid-training, without end; the same for the same seed."""
   rng = random.Random(seed)
+  makers, shares = (_gold, _idle, _astray), (_GOLD_SHARE, _IDLE_SHARE)
+  shares = (*shares, 1 - sum(shares))
   while True:
-    yield from _traces(rng, gold_share)
-
-
-def _traces(rng: random.Random, gold_share: float) -> Iterator[str]:
-  for task in itertools.islice(micro.generate(rng.randrange(2**32)), _IN_TURN):
-    if _is_held_out(task):
-      continue
-    if rng.random() < gold_share:
-      lines = _gold(task)
-    else:
-      lines = rng.choice((_astray, _astray, _idle))(task, rng)
-    yield f"# Task: {task.prompt}\n" + "".join(lines)
+    candidates = micro.generate(rng.randrange(2**32))
+    for task in itertools.islice(candidates, _IN_TURN):
+      if not _is_held_out(task):
+        (make,) = rng.choices(makers, shares)
+        yield f"# Task: {task.prompt}\n" + "".join(make(task, rng))
 
 
 def write_traces(path: str | Path, seed: int, count: int) -> None:
@@ -163,7 +157,8 @@ def write_traces(path: str | Path, seed: int, count: int) -> None:
       archive.writestr(zipfile.ZipInfo(f"{number:06d}.py"), text)
 
 
-def _gold(task: Task) -> list[str]:
+def _gold(task: Task, rng: random.Random) -> list[str]:
+  del rng
   (path, content), *_ = task.gold.items()
   source = re.search(r"the number that is in (\S+) into", task.prompt)
   lines = []

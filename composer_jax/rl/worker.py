@@ -53,10 +53,17 @@ class Host:
     self._model, self._chat = model, chat
 
   async def sample(
-    self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, seed: int
+    self,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    routes_from: int = 0,
   ) -> Sampled:
     """See `Endpoint`."""
-    return await self.endpoint().sample(prompt, max_tokens, sampling, seed)
+    return await self.endpoint().sample(
+      prompt, max_tokens, sampling, seed, routes_from
+    )
 
   def endpoint(self) -> HttpEndpoint:
     """Where it is now.
