@@ -238,12 +238,20 @@ print("held")
 """
 
 
-async def survives(provider: Provider, name: str) -> bool:
-  """Whether a new sandbox holds against an attack, and works afterwards."""
+async def survives(
+  provider: Provider, name: str, patience: float = 1.0
+) -> bool:
+  """Whether a new sandbox holds against an attack, and works afterwards.
+
+  Args:
+    provider: of the sandbox.
+    name: of the attack.
+    patience: how much longer it may try, where programs run slowly.
+  """
   attack = ATTACKS[name]
   async with await provider.create() as sandbox:
     result = await sandbox.exec(
-      ["python", "-c", attack.source], wall_s=attack.wall_s
+      ["python", "-c", attack.source], wall_s=patience * attack.wall_s
     )
     after = await sandbox.exec(["python", "-c", _CLEAN])
     return attack.held(result) and after.text.strip() == "held"

@@ -11,7 +11,7 @@ is process 1, a user that owns nothing, no way to new privileges, the filter of
 system calls, and `/work`, `/tmp` and `/dev/shm` as memory of limited size.
 """
 
-# ruff: noqa: PTH123, PTH208
+# ruff: noqa: PTH106, PTH123, PTH208
 import ctypes
 import fcntl
 import os
@@ -44,21 +44,24 @@ def main():
   os.dup2(port, 1)
   os.close(port)
   _checked(_libc.umount2(b"/sys", 0))
+  os.rmdir("/sys")
   with open("/proc/sys/user/max_user_namespaces", "w") as file:
     file.write("0")
   _mount("", "/", "", _REMOUNT | _READ_ONLY)
   agent.send({}, b"")  # Booted. The host copies the machine here.
   setup, seed = agent.receive()
+  user = setup["user"]
   _differ(setup["time_s"], seed)
   for place, size in setup["sizes"].items():
-    _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, f"size={size},mode=1777")
+    options = f"size={size},mode=755,uid={user},gid={user}"
+    _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, options)
   os.unshare(os.CLONE_NEWPID)
   child = os.fork()
   if child:
     os.waitpid(child, 0)
     _libc.reboot(_REBOOT)  # Which QEMU takes for its end.
   _mount("proc", "/proc", "proc", _NOSUID)
-  _drop(setup["user"], setup["filter"])
+  _drop(user, setup["filter"])
   agent.serve()
 
 

@@ -74,8 +74,7 @@ def find_kernel(*roots: Path) -> tuple[Path, Path]:
     raise FileNotFoundError(
       "There is no kernel for microVMs: no boot/vmlinuz-VERSION that can be"
       " read, with its lib/modules/VERSION, under"
-      f" {' or '.join(map(str, roots))}. On Debian: apt-get download"
-      " linux-image-cloud-amd64's package and unpack it there by dpkg -x."
+      f" {' or '.join(map(str, roots))}. On Debian, .ci/microvm.sh gets one."
     )
   return max(found)[1:]
 

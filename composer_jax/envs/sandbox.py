@@ -24,8 +24,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 WORK = "/work"
-# What the host waits longer than the agent, which has the limits in hand.
+# What the host waits longer than the agent, which has the limits in hand; and
+# how fast an emulated machine takes in data at least.
 _GRACE_S = 15.0
+_BYTES_PER_S = 1e6
 _TAR = (
   *("tar", "--format=gnu", "--sort=name", "--mtime=@0"),
   *("--owner=0", "--group=0", "--numeric-owner", "-cf", "-"),
@@ -272,7 +274,8 @@ class Sandbox:
       if not self.alive:
         raise SandboxError(f"The sandbox is gone. {await self._last_words()}")
       try:
-        async with asyncio.timeout(wall_s + _GRACE_S):
+        grace_s = _GRACE_S + len(data) / _BYTES_PER_S
+        async with asyncio.timeout(wall_s + grace_s):
           if request is not None:  # Its first words come unasked.
             self._process.stdin.write(sizes + head + data)
             await self._process.stdin.drain()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -12,15 +13,46 @@ import pytest
 
 from composer_jax.envs.attacks import ATTACKS, LIMITS, survives
 from composer_jax.envs.bubblewrap import Bubblewrap
+from composer_jax.envs.image import cache_folder
+from composer_jax.envs.initramfs import find_kernel
+from composer_jax.envs.microvm import Microvm
 from composer_jax.envs.sandbox import FileError, Limits, Pool, SandboxError
 from composer_jax.envs.seccomp import program
 
 pytestmark = pytest.mark.sandbox
 
 
+# Of an emulated processor.
+SLOWER = 10
+QUICK_ATTACKS = ("memory_many_processes", "host_files", "more_privileges")
+
+
 @pytest.fixture(scope="module")
-def provider():
+def bubblewrap():
   return Bubblewrap(LIMITS)
+
+
+@pytest.fixture(scope="module")
+def microvm():
+  if lacking := what_microvms_lack():
+    pytest.skip(lacking)
+  patient = dataclasses.replace(LIMITS, wall_s=SLOWER * LIMITS.wall_s)
+  return Microvm(patient)
+
+
+def what_microvms_lack():
+  if not shutil.which("qemu-system-x86_64"):
+    return "needs QEMU: install the package qemu-system-x86"
+  try:
+    find_kernel(cache_folder() / "kernel", Path("/"))
+  except FileNotFoundError as error:
+    return str(error)
+  return None
+
+
+@pytest.fixture(params=["bubblewrap", "microvm"])
+def provider(request):
+  return request.getfixturevalue(request.param)
 
 
 def run(test, provider):
@@ -32,8 +64,18 @@ def run(test, provider):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_is_survived(provider, name):
-  assert asyncio.run(survives(provider, name))
+def test_attack_is_survived(bubblewrap, name):
+  assert asyncio.run(survives(bubblewrap, name))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_on_a_machine_is_survived(microvm, name):
+  if microvm.accelerator == "tcg" and name not in QUICK_ATTACKS:
+    pytest.skip(
+      "slow without KVM; benchmarks.sandbox --provider=microvm has it"
+    )
+  patience = SLOWER if microvm.accelerator == "tcg" else 1
+  assert asyncio.run(survives(microvm, name, patience))
 
 
 def test_attacks_are_real():
@@ -72,7 +114,7 @@ def test_time_limit(provider):
   run(test, provider)
 
 
-def test_long_output_keeps_both_ends(provider):
+def test_long_output_keeps_both_ends(bubblewrap):
   async def test(sandbox):
     code = "print('begin' + 'x' * 10**6 + 'end')"
     result = await sandbox.exec(["python", "-c", code], output_bytes=100)
@@ -81,7 +123,7 @@ def test_long_output_keeps_both_ends(provider):
     assert (len(head), len(tail)) == (50, 50)
     assert head.startswith(b"beginx") and tail.endswith(b"xend\n")
 
-  run(test, provider)
+  run(test, bubblewrap)
 
 
 def test_stdin_larger_than_a_pipe_and_nobody_reading(provider):
@@ -145,7 +187,18 @@ def test_snapshot_fork_and_their_bytes(provider):
   run(test, provider)
 
 
-def test_snapshot_of_sparse_files_is_refused(provider):
+def test_a_snapshot_goes_on_under_another_provider(bubblewrap, microvm):
+  async def test():
+    async with await bubblewrap.create() as sandbox:
+      await sandbox.write("a/x", b"1", 0o755)
+      snapshot = await sandbox.snapshot()
+    async with await microvm.create(snapshot) as fork:
+      assert await fork.snapshot() == snapshot
+
+  asyncio.run(test())
+
+
+def test_snapshot_of_sparse_files_is_refused(bubblewrap):
   async def test(sandbox):
     await sandbox.exec(
       ["sh", "-c", "for i in $(seq 9); do truncate -s 8000000 $i; done"]
@@ -153,17 +206,17 @@ def test_snapshot_of_sparse_files_is_refused(provider):
     with pytest.raises(FileError, match="sparse"):
       await sandbox.snapshot()
 
-  run(test, provider)
+  run(test, bubblewrap)
 
 
-def test_too_many_files_can_be_removed(provider):
+def test_too_many_files_can_be_removed(bubblewrap):
   async def test(sandbox):
     fill = "for i in range(9999): open(str(i), 'w').close()"
     assert (await sandbox.exec(["python", "-c", fill])).reason == "files"
     await sandbox.exec(["sh", "-c", "rm -f *; sleep 0.1; ls"])
     assert (await sandbox.exec(["ls"])).output == b""
 
-  run(test, provider)
+  run(test, bubblewrap)
 
 
 def test_sandboxes_do_not_see_each_other(provider):
@@ -179,37 +232,65 @@ def test_sandboxes_do_not_see_each_other(provider):
   run(test, provider)
 
 
-def test_destroy_ends_a_running_command():
+def test_destroy_ends_a_running_command(provider):
   async def test():
-    provider = Bubblewrap(LIMITS)
     sandbox = await provider.create()
-    marker = f"{time.time_ns()}"
-    daemon = f"setsid sh -c 'sleep 60; : {marker}' & sleep 60; : {marker}"
+    daemon = "setsid sleep 60 & sleep 60"
     running = asyncio.create_task(sandbox.exec(["sh", "-c", daemon]))
-    await wait_until(lambda: processes(marker))
+    await asyncio.sleep(0.3)
+    inside = below(sandbox._process.pid)
+    assert inside
     running.cancel()
     await sandbox.destroy()
     await sandbox.destroy()
-    await wait_until(lambda: not processes(marker))
+    await wait_until(
+      lambda: not any(Path(f"/proc/{p}").exists() for p in inside)
+    )
     with pytest.raises(SandboxError, match="is gone"):
       await sandbox.exec(["true"])
 
   asyncio.run(test())
 
 
-def test_a_start_that_is_cancelled_leaves_nothing():
-  own = Bubblewrap(dataclasses.replace(LIMITS, disk_bytes=7_654_321))
-
+def test_a_start_that_is_cancelled_leaves_nothing(provider):
   async def test():
-    for delay in (0.0, 0.001, 0.003, 0.01):
-      starting = asyncio.create_task(own.create())
+    before = below(os.getpid())
+    for delay in (0.0, 0.001, 0.003, 0.01, 0.03):
+      starting = asyncio.create_task(provider.create())
       await asyncio.sleep(delay)
       starting.cancel()
       with contextlib.suppress(asyncio.CancelledError):
         await (await starting).destroy()
-    await wait_until(lambda: not processes("7654321"))
+    await wait_until(lambda: below(os.getpid()) <= before)
 
   asyncio.run(test())
+
+
+def test_copies_of_a_machine_differ_where_they_must(microvm):
+  async def draw():
+    code = "import os, time; print(os.urandom(8).hex(), time.time())"
+    async with await microvm.create() as sandbox:
+      result = await sandbox.exec(["python", "-c", code])
+      return result.text.split(), await sandbox.exec(["uname", "-r"])
+
+  (one, then), _ = asyncio.run(draw())
+  (other, now), kernel = asyncio.run(draw())
+  assert one != other
+  assert float(then) < float(now) <= time.time() + 1
+  assert abs(float(now) - time.time()) < SLOWER
+  assert kernel.ok and kernel.text.strip() != os.uname().release
+  with pytest.raises(PermissionError):
+    os.pwrite(microvm._memory, b"x", 0)
+
+
+def below(pid):
+  """Processes that descend from one."""
+  found = set()
+  for task in Path(f"/proc/{pid}/task").glob("*/children"):
+    with contextlib.suppress(OSError):
+      for child in task.read_text().split():
+        found |= {child} | below(child)
+  return found
 
 
 async def wait_until(condition):
@@ -220,24 +301,16 @@ async def wait_until(condition):
   raise AssertionError("never happened")
 
 
-def processes(marker):
-  found = []
-  for path in Path("/proc").glob("[0-9]*/cmdline"):
-    with contextlib.suppress(OSError):
-      found += [path] if marker.encode() in path.read_bytes() else []
-  return found
-
-
-def test_the_process_limit_counts_each_sandbox_alone(provider):
+def test_the_process_limit_counts_each_sandbox_alone(bubblewrap):
   async def test(sandbox):
-    async with await provider.create() as other:
+    async with await bubblewrap.create() as other:
       script = "for i in $(seq 20); do sleep 0.5 & done; wait; echo done"
       results = await asyncio.gather(
         *(s.exec(["sh", "-c", script]) for s in (sandbox, other))
       )
       assert [r.text for r in results] == ["done\n"] * 2
 
-  run(test, provider)
+  run(test, bubblewrap)
 
 
 def test_a_sandbox_that_is_killed_is_not_the_command_s_fault(provider):
@@ -274,6 +347,13 @@ def test_packages_can_be_imported_and_missing_ones_are_named():
   run(test, Bubblewrap(LIMITS, ["iniconfig"]))
   with pytest.raises(SandboxError, match="pip install no-such-thing"):
     Bubblewrap(LIMITS, ["no-such-thing"])
+
+
+def test_what_a_machine_needs_is_named(monkeypatch, tmp_path):
+  with pytest.raises(SandboxError, match=f"no kernel .* under {tmp_path}"):
+    Microvm(LIMITS, kernel_root=tmp_path)
+  with pytest.raises(ValueError, match="use 'kvm' or 'tcg'"):
+    Microvm(LIMITS, accelerator="xen")
 
 
 def test_errors_say_what_is_wrong():
