@@ -46,6 +46,9 @@ class Image:
   without: tuple[str, ...] = ()
 
 
+PLAIN = Image()
+
+
 def build(
   distributions: Sequence[str] = (),
   without: Sequence[str] = (),

@@ -48,7 +48,7 @@ def play_task(
       else:
         problem = ""
     if problem:
-      verdict = Verdict(0, len(task.probe.answers), problem)
+      verdict = Verdict(0, task.probe.total, problem)
     else:
       verdict = await verify(provider, after, task.probe)
     edits = changed(before, after)

@@ -5,6 +5,7 @@ into functions of real packages, `implement` takes their bodies out;
 `validate.build` keeps the tasks that hold.
 """
 
+from composer_jax.envs.tasks.providers import Images
 from composer_jax.envs.tasks.types import Probe, Task, load, save
 
-__all__ = ["Probe", "Task", "load", "save"]
+__all__ = ["Images", "Probe", "Task", "load", "save"]

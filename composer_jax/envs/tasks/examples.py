@@ -9,25 +9,21 @@ import ast
 import dataclasses
 import doctest
 import hashlib
-import sys
 from collections.abc import Iterator
 
-from composer_jax.envs.tasks.mutate import Function, replace
-from composer_jax.envs.tasks.types import (
-  Probe,
-  Task,
-  digest,
-  source_files,
-  source_tree,
-)
+from composer_jax.envs.tasks.mutate import Function, Text
+from composer_jax.envs.tasks.sources import Source
+from composer_jax.envs.tasks.types import Probe, Task
 
 _MAX_VARIATIONS = 24
 _TEST = """\
-import doctest, importlib, sys
+import doctest, functools, importlib, sys
+sys.path.insert(0, {root!r})
 module = importlib.import_module({module!r})
+found = functools.reduce(getattr, {name!r}.split("."), module)
 runner = doctest.DocTestRunner()
 for test in doctest.DocTestFinder().find(
-    getattr(module, {name!r}), {name!r}, module, dict(vars(module))):
+    found, {name!r}, module, dict(vars(module))):
   runner.run(test)
 sys.exit(bool(runner.summarize().failed))
 """
@@ -35,78 +31,82 @@ sys.exit(bool(runner.summarize().failed))
 
 @dataclasses.dataclass(frozen=True)
 class Documented:
-  """A function with examples.
+  """A function or method with examples.
 
   Attributes:
-    base: import name of the package.
-    module: that it is in.
+    repository: that it is in.
+    tree: of that, by digest.
+    module: import name of the module.
     path: of the module's file in the repository.
     source: of that file, without the examples that are held out.
+    name: with the class, if there is one.
     function: the function in `ast.parse(source)`.
     lines: of the hidden test.
   """
 
-  base: str
+  repository: Source
+  tree: str
   module: str
   path: str
   source: str
+  name: str
   function: Function
   lines: tuple[str, ...]
 
   def task(self, kind: str, prompt: str, broken: str) -> Task:
     """A task whose repository has `broken` in the place of the file."""
-    name = self.function.name
-    content = f"{self.path} {name} {broken} {self.lines}".encode()
+    root, image = self.repository.root, self.repository.image
+    content = f"{self.path} {self.name} {broken} {self.lines}".encode()
     short = hashlib.sha256(content).hexdigest()[:12]
+    test = _TEST.format(root=root or ".", module=self.module, name=self.name)
     return Task(
-      task_id=f"{kind}-{self.module}.{name}-{short}",
+      task_id=f"{kind}-{self.module}.{self.name}-{short}",
       kind=kind,
       prompt=prompt,
       files={self.path: broken},
       gold={self.path: self.source},
-      probe=Probe(self.module, self.lines),
-      base=self.base,
-      base_digest=digest(source_tree(self.base)),
-      test_command=(
-        "python",
-        "-c",
-        _TEST.format(module=self.module, name=name),
-      ),
+      probe=Probe(self.module, self.lines, (), root, image),
+      tree=self.tree,
+      image=image,
+      test_command=("python", "-c", test),
     )
 
 
-def documented(base: str) -> Iterator[Documented]:
-  """The functions of an installed package that have examples enough.
-
-  Args:
-    base: its import name, such as "toolz".
-
-  Raises:
-    ModuleNotFoundError: there is no such package of Python files.
-    ValueError: it is in the standard library.
-  """
-  if base in sys.stdlib_module_names:
-    raise ValueError(
-      f"{base} is in the standard library, which every sandbox can read: its"
-      " tasks could be solved by copying."
-    )
-  for path, source in source_files(base).items():
-    module = path.removesuffix(".py").replace("/", ".")
-    module = module.removesuffix(".__init__")
-    for function in ast.parse(source).body:
-      split = None
-      if isinstance(function, Function):
-        split = hold_out(source, function)
+def documented(repository: Source) -> Iterator[Documented]:
+  """The functions and methods of a source that have examples enough."""
+  tree = repository.keep()
+  for path, (module, source) in repository.modules.items():
+    for name, function in functions(source):
+      split = hold_out(source, function)
       if split is None:
         continue
       shown, lines = split
       # The same function in the text whose docstring was shortened.
       (same,) = (
         node
-        for node in ast.parse(shown).body
-        if isinstance(node, Function) and node.lineno == function.lineno
+        for other, node in functions(shown)
+        if (other, node.lineno) == (name, function.lineno)
       )
-      yield Documented(base, module, path, shown, same, lines)
+      yield Documented(repository, tree, module, path, shown, name, same, lines)
+
+
+def functions(source: str) -> list[tuple[str, Function]]:
+  """Functions of a file, and methods of its classes, by dotted name."""
+  try:
+    tree = ast.parse(source)
+  except (SyntaxError, ValueError):
+    return []
+  found = []
+  for node in tree.body:
+    if isinstance(node, Function):
+      found.append((node.name, node))
+    elif isinstance(node, ast.ClassDef):
+      found += [
+        (f"{node.name}.{child.name}", child)
+        for child in node.body
+        if isinstance(child, Function)
+      ]
+  return found
 
 
 def hold_out(
@@ -117,13 +117,14 @@ def hold_out(
   if not docstring:
     return None
   node = function.body[0].value
-  segment = ast.get_source_segment(source, node)
+  text = Text(source)
+  segment = text.of(node)
   try:
     examples = doctest.DocTestParser().get_examples(docstring)
   except ValueError:
     return None
   examples = [e for e in examples if not e.options]
-  if len(examples) < 2 or not segment or docstring not in segment:
+  if len(examples) < 2 or docstring not in segment:
     return None  # With escapes, lines of docstring and file differ.
   held = examples[-(len(examples) // 2) :]
   lines = docstring.splitlines(keepends=True)
@@ -134,7 +135,7 @@ def hold_out(
   shorter = "".join(lines)
   if docstring.rstrip(" ")[-1:] != "\n" or shorter[-1:] not in ("\n", " "):
     return None
-  shown = replace(source, node, segment.replace(docstring, shorter))
+  shown = text.replaced(*text.span(node), segment.replace(docstring, shorter))
   sources = [e.source.strip() for e in examples]
   varied = [v for s in sources for v in variations(s)]
   return shown, tuple(dict.fromkeys((*sources, *varied[:_MAX_VARIATIONS])))
@@ -146,7 +147,7 @@ def variations(line: str) -> list[str]:
     tree = ast.parse(line, mode="eval")
   except SyntaxError:
     return []
-  found = []
+  text, found = Text(line), []
   for node in ast.walk(tree):
     others = []
     match node:
@@ -160,5 +161,5 @@ def variations(line: str) -> list[str]:
         kind = type(node)
         flipped = kind(elts=node.elts[::-1], ctx=ast.Load())
         others = [ast.unparse(flipped), "[]" if kind is ast.List else "()"]
-    found += [replace(line, node, other) for other in others]
+    found += [text.replaced(*text.span(node), other) for other in others]
   return found

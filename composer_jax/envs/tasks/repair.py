@@ -5,44 +5,55 @@ validated.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from composer_jax.envs.tasks.examples import documented
-from composer_jax.envs.tasks.mutate import mutants
+from composer_jax.envs.tasks.mutate import Function, faults, mutant
+from composer_jax.envs.tasks.sources import Source
 from composer_jax.envs.tasks.types import Task
 
 
 def generate(
-  base: str, seed: int = 0, mutants_per_function: int = 2
+  source: Source, seed: int = 0, per_function: int = 2
 ) -> Iterator[Task]:
-  """Candidates from an installed package.
+  """Candidates whose hidden tests are doctests.
 
   Args:
-    base: its import name, such as "toolz".
+    source: of the functions.
     seed: chooses the faults.
-    mutants_per_function: at most so many tasks of one function.
-
-  Raises:
-    ModuleNotFoundError: there is no such package of Python files.
-    ValueError: it is in the standard library.
+    per_function: at most so many tasks of one function.
   """
-  for found in documented(base):
-    name = found.function.name
-    rng = random.Random(f"{seed} {found.module} {name}")
-    faulty = sorted(set(mutants(found.source, found.function)))
-    faulty = [text for text in faulty if _compiles(text)]
-    for text in rng.sample(faulty, min(mutants_per_function, len(faulty))):
-      yield found.task(
-        "repair",
-        f"The function {name} in {found.path} has a fault: it doesn't do what"
-        " its docstring says. Find and repair it; change nothing else.",
-        text,
-      )
+  for found in documented(source):
+    for text in some(found.source, found.function, seed, per_function):
+      yield found.task("repair", prompt(found.name, found.path), text)
 
 
-def _compiles(text: str) -> bool:
-  try:
-    compile(text, "<mutant>", "exec")
-  except (SyntaxError, ValueError):
-    return False
-  return True
+def prompt(name: str, path: str) -> str:
+  """What a policy is told."""
+  return (
+    f"The function {name} in {path} has a fault: it doesn't do what its"
+    " docstring says. Find and repair it; change nothing else."
+  )
+
+
+def some(
+  source: str, function: Function, seed: int, most: int
+) -> Sequence[str]:
+  """Mutants of a file, chosen by chance, `most` or fewer.
+
+  Args:
+    source: of the file.
+    function: in `ast.parse(source)` that gets the fault.
+    seed: chooses.
+    most: of them.
+  """
+  rng = random.Random(f"{seed} {function.name} {function.lineno}")
+  found: dict[str, None] = {}
+  possible = faults(source, function)
+  for fault in rng.sample(possible, len(possible)):
+    if len(found) == most:
+      break
+    text = mutant(source, function, fault)
+    if text is not None:
+      found[text] = None
+  return list(found)
