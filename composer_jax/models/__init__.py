@@ -14,6 +14,7 @@ from composer_jax.models.config import (
 )
 from composer_jax.models.count import count_params, train_flops_per_token
 from composer_jax.models.functional import LanguageModel
+from composer_jax.models.moe import Replay
 from composer_jax.models.presets import PRESETS
 from composer_jax.models.transformer import Output, Transformer
 
@@ -25,6 +26,7 @@ __all__ = [
   "ModelConfig",
   "MoeConfig",
   "Output",
+  "Replay",
   "RouterConfig",
   "Transformer",
   "count_params",

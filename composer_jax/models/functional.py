@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from composer_jax import sharding
 from composer_jax.models import paged
 from composer_jax.models.config import ModelConfig
+from composer_jax.models.moe import Replay
 from composer_jax.models.parameter import ParamSpec
 from composer_jax.models.transformer import (
   CachedOutput,
@@ -61,10 +62,11 @@ class LanguageModel:
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    replay: Replay | None = None,
   ) -> Output:
     """The forward pass; see `Transformer.__call__`."""
     model = nnx.merge(self._structure, params, balance)
-    return model(tokens, positions, segment_ids)
+    return model(tokens, positions, segment_ids, replay)
 
   def apply_cached(
     self,

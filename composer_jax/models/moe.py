@@ -24,6 +24,24 @@ class SelectionBias(nnx.Variable):
   """State that balances the experts; moved by `balance`, not by gradients."""
 
 
+class Replay(NamedTuple):
+  """Experts that another pass chose, to be taken again.
+
+  Replay of the sampler's routes in the trainer: Ma et al. 2025,
+  arXiv:2510.11370. Only the choice is replayed: gates are computed anew, so
+  that gradients reach the router.
+
+  Attributes:
+    expert_ids: of each token; -1 leaves the choice to the router.
+    min_ratio: a replayed expert stays if its score is at least this part of
+      the weakest score among the router's own choice; others are replaced by
+      the best of that choice. 0 keeps all, 1 none that isn't the router's.
+  """
+
+  expert_ids: Int[Array, "*layers B S K"]
+  min_ratio: float = 0.0
+
+
 class Routing(NamedTuple):
   """What a router did, beside its output.
 
@@ -31,17 +49,22 @@ class Routing(NamedTuple):
     expert_ids: each token's experts; -1 for padding.
     load: tokens that each expert got.
     z_loss: sum over tokens of the squared log-sum-exp of the logits.
+    flipped: how many of the token's replayed experts the router itself would
+      not have chosen; 0 where nothing was replayed. None without a replay.
   """
 
   expert_ids: Int[Array, "*layers B S K"]
   load: Int[Array, "*layers E"]
   z_loss: Float[Array, "*layers"]
+  flipped: Int[Array, "*layers B S"] | None = None
 
 
 def route(
   logits: Float[Array, "T E"],
   bias: Float[Array, " E"] | None,
   config: RouterConfig,
+  replayed: Int[Array, "T K"] | None = None,
+  min_ratio: float = 0.0,
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
   """Each token's experts and gates.
 
@@ -55,6 +78,8 @@ def route(
     logits: router outputs, float32.
     bias: the selection bias, or None.
     config: which router.
+    replayed: see `Replay.expert_ids`.
+    min_ratio: see `Replay.min_ratio`.
 
   Returns:
     Expert ids (int32) and gates (float32).
@@ -64,6 +89,7 @@ def route(
   choice = jax.lax.stop_gradient(scores)
   if bias is not None:
     choice = choice + bias[None]
+  merit = choice
   if config.top_groups < config.num_groups:
     grouped = choice.reshape(len(choice), config.num_groups, -1)
     best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
@@ -72,11 +98,64 @@ def route(
     grouped = jnp.where(kept[:, :, None], grouped, -jnp.inf)
     choice = grouped.reshape(choice.shape)
   expert_ids = jax.lax.top_k(choice, config.top_k)[1]
+  if replayed is not None:
+    expert_ids = _replay(scores, merit, expert_ids, replayed, min_ratio)
   picked = jnp.take_along_axis(scores, expert_ids, axis=-1)
   total = picked.sum(axis=-1, keepdims=True)
   # Sigmoid scores can all round to zero.
   gates = config.scale * picked / jnp.maximum(total, 1e-20)
   return expert_ids, gates
+
+
+def _replay(
+  scores: Float[Array, "T E"],
+  merit: Float[Array, "T E"],
+  own: Int[Array, "T K"],
+  replayed: Int[Array, "T K"],
+  min_ratio: float,
+) -> Int[Array, "T K"]:
+  """The experts of another pass, but for what the router finds implausible.
+
+  An expert stays if score >= min_ratio * (weakest own score), as in
+  https://github.com/PrimeIntellect-ai/prime-rl/pull/2703. A selection bias
+  shifts the choice, so there its merit, score plus bias, may fall short of the
+  weakest own merit by (1 - min_ratio) * (weakest own score): the same thing
+  without a bias.
+
+  Args:
+    scores: the router's.
+    merit: scores plus bias.
+    own: the router's choice, best first.
+    replayed: see `Replay.expert_ids`; else no expert twice.
+    min_ratio: see `Replay.min_ratio`.
+
+  Returns:
+    For each replayed expert itself, in its place, or the best of the router's
+    own choice that isn't there yet.
+  """
+  keep = replayed >= 0
+  if min_ratio > 0:
+    asked = jnp.maximum(replayed, 0)
+    weakest = own[:, -1:]
+    allowed = (1 - min_ratio) * jnp.take_along_axis(scores, weakest, axis=1)
+    short = jnp.take_along_axis(merit, weakest, axis=1)
+    short = short - jnp.take_along_axis(merit, asked, axis=1)
+    keep &= short <= allowed
+  kept = jnp.where(keep, replayed, -1)
+  # Of the router's choice those that aren't kept, best first: at least as many
+  # as there are places to fill.
+  order = jnp.argsort(_in(own, kept), axis=1, stable=True)
+  spare = jnp.take_along_axis(own, order, axis=1)
+  nth = jnp.cumsum(~keep, axis=1) - 1
+  filled = jnp.take_along_axis(spare, jnp.maximum(nth, 0), axis=1)
+  return jnp.where(keep, replayed, filled)
+
+
+def _in(
+  ids: Int[Array, "T K"], others: Int[Array, "T K"]
+) -> Bool[Array, "T K"]:
+  """Which ids are among the same token's others."""
+  return (ids[:, :, None] == others[:, None, :]).any(axis=2)
 
 
 def balance(
@@ -105,12 +184,14 @@ def imbalance(load: Int[Array, "L E"]) -> Float[Array, " L"]:
 def _route_and_compute(
   x: Float[Array, "B S H"],
   valid: Bool[Array, "B S"],
+  replayed: Int[Array, "B S K"] | None,
   w_router: Float[Array, "H E"],
   bias: Float[Array, " E"] | None,
   w_gate_up: Float[Array, "E_local H 2 I"],
   w_down: Float[Array, "E_local I H"],
   *,
   config: MoeConfig,
+  min_ratio: float,
   expert_axis: str | None,
   tensor_axis: str | None,
 ):
@@ -121,7 +202,13 @@ def _route_and_compute(
   logits = jnp.dot(
     tokens.astype(jnp.float32), w_router, precision=jax.lax.Precision.HIGHEST
   )
-  expert_ids, gates = route(logits, bias, config.router)
+  flipped = None
+  if replayed is not None:
+    replayed = replayed.reshape(len(tokens), -1).astype(jnp.int32)
+    own, _ = route(logits, bias, config.router)
+    flipped = ((replayed >= 0) & ~_in(replayed, own)).sum(axis=1)
+    flipped = jnp.where(valid, flipped.reshape(valid.shape), 0)
+  expert_ids, gates = route(logits, bias, config.router, replayed, min_ratio)
   expert_ids = jnp.where(valid.reshape(-1, 1), expert_ids, -1)
   out = moe_ffn(
     tokens,
@@ -137,7 +224,8 @@ def _route_and_compute(
     out = jax.lax.psum(out, tensor_axis).astype(x.dtype)
   z = jnp.square(jax.nn.logsumexp(logits, axis=-1)).reshape(valid.shape)
   z = jnp.where(valid, z, 0.0)
-  return out.reshape(x.shape), expert_ids.reshape(*x.shape[:2], -1), z
+  ids = expert_ids.reshape(*x.shape[:2], -1)
+  return out.reshape(x.shape), ids, z, flipped
 
 
 class Moe(nnx.Module):
@@ -184,17 +272,22 @@ class Moe(nnx.Module):
       self.shared = SwiGlu(rngs, width, moe.num_shared * moe.expert_dim)
 
   def __call__(
-    self, x: Float[Array, "B S H"], valid: Bool[Array, "B S"]
+    self,
+    x: Float[Array, "B S H"],
+    valid: Bool[Array, "B S"],
+    replay: Replay | None = None,
   ) -> tuple[Float[Array, "B S H"], Routing]:
     """Applies the layer.
 
     Args:
       x: the tokens.
       valid: False for padding, which visits no routed expert.
+      replay: choices to take instead of the router's.
     """
     routed = functools.partial(
       _route_and_compute,
       config=self.config,
+      min_ratio=replay.min_ratio if replay else 0.0,
       expert_axis=None,
       tensor_axis=None,
     )
@@ -202,9 +295,10 @@ class Moe(nnx.Module):
     if not mesh.empty:
       routed = self._sharded(routed, mesh)
     bias = self.bias[...] if self.config.router.selection_bias else None
-    out, expert_ids, z = routed(
+    out, expert_ids, z, flipped = routed(
       x,
       valid,
+      replay.expert_ids if replay else None,
       self.w_router[...],
       bias,
       self.w_gate_up[...].astype(x.dtype),
@@ -215,7 +309,7 @@ class Moe(nnx.Module):
     # Padding's -1 is a row of zeros.
     load = jax.nn.one_hot(expert_ids, self.config.num_experts, dtype=jnp.int32)
     load = load.sum((0, 1, 2))
-    return out, Routing(expert_ids, load, z.sum())
+    return out, Routing(expert_ids, load, z.sum(), flipped)
 
   def _sharded(self, routed, mesh: jax.sharding.AbstractMesh):
     """`routed` on each device's own tokens and experts."""
@@ -230,12 +324,13 @@ class Moe(nnx.Module):
       in_specs=(
         tokens,
         tokens,
+        tokens,
         P(),
         P(),
         P("expert", None, None, "tensor"),
         P("expert", "tensor"),
       ),
-      out_specs=(tokens, tokens, tokens),
+      out_specs=(tokens, tokens, tokens, tokens),
       # The kernels' outputs don't say over which axes they vary.
       check_vma=False,
     )

@@ -12,7 +12,7 @@ from composer_jax.models import paged, parameter
 from composer_jax.models.attention import make_attention
 from composer_jax.models.config import ModelConfig
 from composer_jax.models.layers import RmsNorm, SwiGlu, einsum, lookup
-from composer_jax.models.moe import Moe, Routing
+from composer_jax.models.moe import Moe, Replay, Routing
 
 # What the backward pass finds saved, by name; the rest it computes again.
 REMAT_POLICIES = {
@@ -66,10 +66,11 @@ class Layer(nnx.Module):
     x: Float[Array, "B S H"],
     positions: Int[Array, "B S"],
     segment_ids: Int[Array, "B S"],
+    replay: Replay | None = None,
   ) -> tuple[Float[Array, "B S H"], Routing | None]:
     """The new residual stream, and what the router did."""
     x = x + self.attention(self.attention_norm(x), positions, segment_ids)
-    return self._feed_forward(x, segment_ids)
+    return self._feed_forward(x, segment_ids, replay)
 
   def cached(
     self,
@@ -83,10 +84,10 @@ class Layer(nnx.Module):
     x, routing = self._feed_forward(x + out, rows.valid.astype(jnp.int32))
     return x, pool, routing
 
-  def _feed_forward(self, x, segment_ids):
+  def _feed_forward(self, x, segment_ids, replay=None):
     x = sharding.constrain(x, "batch", "sequence", None)
     if self.is_moe:
-      out, routing = self.moe(self.mlp_norm(x), segment_ids > 0)
+      out, routing = self.moe(self.mlp_norm(x), segment_ids > 0, replay)
     else:
       out, routing = self.mlp(self.mlp_norm(x)), None
     return sharding.constrain(x + out, "batch", "sequence", None), routing
@@ -120,17 +121,20 @@ class Stack(nnx.Module):
     x: Float[Array, "B S H"],
     positions: Int[Array, "B S"],
     segment_ids: Int[Array, "B S"],
+    replay: Replay | None = None,
   ) -> tuple[Float[Array, "B S H"], Routing | None]:
     """Applies the layers in order."""
     structure, state = nnx.split(self.layers)
 
-    def body(x, layer_state):
+    def body(x, inputs):
+      layer_state, expert_ids = inputs
       layer = nnx.merge(structure, layer_state)
-      return layer(x, positions, segment_ids)
+      one = replay and replay._replace(expert_ids=expert_ids)
+      return layer(x, positions, segment_ids, one)
 
     # Scan makes common subexpressions of the two passes impossible already.
     body = jax.checkpoint(body, policy=self.policy, prevent_cse=False)
-    return jax.lax.scan(body, x, state)
+    return jax.lax.scan(body, x, (state, replay and replay.expert_ids))
 
   def cached(
     self,
@@ -184,6 +188,7 @@ class Transformer(nnx.Module):
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    replay: Replay | None = None,
   ) -> Output:
     """Predicts each next token.
 
@@ -192,6 +197,7 @@ class Transformer(nnx.Module):
       positions: of each token in its document; counted from 0 by default.
       segment_ids: which document of its row a token belongs to, 0 for padding;
         one document a row by default.
+      replay: experts to use in the MoE layers; the routers' choice by default.
     """
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -203,7 +209,7 @@ class Transformer(nnx.Module):
     if self.config.num_dense_layers:
       x, _ = self.dense(x, positions, segment_ids)
     if self.config.num_moe_layers:
-      x, routing = self.moe(x, positions, segment_ids)
+      x, routing = self.moe(x, positions, segment_ids, replay)
     return Output(self.unembed(self.norm(x)), routing)
 
   def cached(

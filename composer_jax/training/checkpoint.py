@@ -4,7 +4,7 @@ Orbax does the work; here is what a run needs of it, and errors that a user can
 act on. One folder a step:
 
     <folder>/<step>/state   the training state, any pytree of arrays
-    <folder>/<step>/data    the position of each process's data iterator
+    <folder>/<step>/data    the position of each process's data iterator, if any
     <folder>/<step>/meta    a small JSON object
 
 A checkpoint is for resuming a run. Weights on their way to inference hosts are
@@ -89,7 +89,7 @@ class Checkpoints:
     self,
     step: int,
     state: PyTree,
-    data_iterator: grain.DatasetIterator,
+    data_iterator: grain.DatasetIterator | None,
     meta: dict[str, Any],
     *,
     force: bool = False,
@@ -99,7 +99,7 @@ class Checkpoints:
     Args:
       step: the number of updates made.
       state: a pytree of `jax.Array`.
-      data_iterator: its position is saved.
+      data_iterator: its position is saved. None: the run has none.
       meta: what else is needed to resume; JSON.
       force: save even if no checkpoint is due.
 
@@ -112,26 +112,26 @@ class Checkpoints:
     due = force or step % self.every == 0
     if not due or step == self._manager.latest_step():
       return False
+    items = {
+      "state": ocp.args.StandardSave(state),
+      "meta": ocp.args.JsonSave(meta),
+    }
+    if data_iterator is not None:
+      items["data"] = grain.checkpoint.CheckpointSave(data_iterator)
     with self._writing():
       return self._manager.save(
-        step,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state),
-          data=grain.checkpoint.CheckpointSave(data_iterator),
-          meta=ocp.args.JsonSave(meta),
-        ),
-        force=True,
+        step, args=ocp.args.Composite(**items), force=True
       )
 
   def restore(
-    self, abstract_state: PyTree, data_iterator: grain.DatasetIterator
+    self, abstract_state: PyTree, data_iterator: grain.DatasetIterator | None
   ) -> tuple[int, PyTree, dict[str, Any]] | None:
     """Restores the latest checkpoint, bit for bit.
 
     Args:
       abstract_state: a `jax.ShapeDtypeStruct` with a sharding for each array.
         Each array goes straight to its shards, however it was sharded before.
-      data_iterator: moved to the saved position.
+      data_iterator: moved to the saved position. None: the run has none.
 
     Returns:
       The step, the state, and the meta object; None if there is no checkpoint.
@@ -146,7 +146,9 @@ class Checkpoints:
       return None
     path = self.folder / str(step)
     needed = [f"state/{name}" for name in _STATE_FILES]
-    with _naming_damage(path, *needed, "data", "meta/metadata"):
+    if data_iterator is not None:
+      needed.append("data")
+    with _naming_damage(path, *needed, "meta/metadata"):
       return step, *self._restore(step, path, abstract_state, data_iterator)
 
   def _restore(
@@ -154,7 +156,7 @@ class Checkpoints:
     step: int,
     path: epath.Path,
     abstract_state: PyTree,
-    data_iterator: grain.DatasetIterator,
+    data_iterator: grain.DatasetIterator | None,
   ) -> tuple[PyTree, dict[str, Any]]:
     _check(
       self._manager.item_metadata(step)["state"],
@@ -163,25 +165,14 @@ class Checkpoints:
       remedy="start afresh with another --workdir, or resume with the model "
       "and optimizer config that wrote it",
     )
-    suffix = f"-of-{jax.process_count()}.json"
-    writers = list((path / "data").glob("process_*.json"))
-    if not all(writer.name.endswith(suffix) for writer in writers):
-      raise CheckpointError(
-        f"the data position in {path} was saved by {len(writers)} processes, "
-        f"not {jax.process_count()}: resume with as many as before"
-      )
-    if len(writers) != jax.process_count():
-      raise _damaged(
-        path, f"data has {len(writers)} of {jax.process_count()} positions"
-      )
-    restored = self._manager.restore(
-      step,
-      args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(abstract_state),
-        data=grain.checkpoint.CheckpointRestore(data_iterator),
-        meta=ocp.args.JsonRestore(),
-      ),
-    )
+    items = {
+      "state": ocp.args.StandardRestore(abstract_state),
+      "meta": ocp.args.JsonRestore(),
+    }
+    if data_iterator is not None:
+      _check_writers(path)
+      items["data"] = grain.checkpoint.CheckpointRestore(data_iterator)
+    restored = self._manager.restore(step, args=ocp.args.Composite(**items))
     return restored["state"], restored["meta"]
 
   def wait(self) -> None:
@@ -277,6 +268,21 @@ def _latest(folder: str | os.PathLike) -> epath.Path:
   if not steps:
     raise CheckpointError(f"no checkpoint in {folder}")
   return folder / str(max(steps))
+
+
+def _check_writers(path: epath.Path) -> None:
+  """Refuses positions in the data of another number of processes."""
+  suffix = f"-of-{jax.process_count()}.json"
+  writers = list((path / "data").glob("process_*.json"))
+  if not all(writer.name.endswith(suffix) for writer in writers):
+    raise CheckpointError(
+      f"the data position in {path} was saved by {len(writers)} processes, "
+      f"not {jax.process_count()}: resume with as many as before"
+    )
+  if len(writers) != jax.process_count():
+    raise _damaged(
+      path, f"data has {len(writers)} of {jax.process_count()} positions"
+    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,399 @@
+"""The learner: holds the policy, and improves it by what groups bring.
+
+    learner = Learner(model, optimizer, config, mesh)
+    if learner.restore(checkpoints) is None:
+      learner.start(init_from="runs/tiny/checkpoints")
+    batch = learner.admit(groups)
+    metrics = learner.step(batch)
+    learner.save(checkpoints, meta)
+
+It knows no algorithm: per-token streams go in, and `objective` says what they
+are worth. State, optimizer, sharding, checkpoints are mid-training's. Nothing
+here samples, waits, or decides what is too stale.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from composer_jax import sharding
+from composer_jax.models import LanguageModel, train_flops_per_token
+from composer_jax.models.moe import imbalance
+from composer_jax.rl import batch as batch_lib
+from composer_jax.rl import objective as objective_lib
+from composer_jax.rl import update
+from composer_jax.rl.batch import BatchShape, RlBatch
+from composer_jax.rl.objective import ObjectiveConfig, Streams
+from composer_jax.rl.trajectory import Group
+from composer_jax.rl.update import Facts, MicroBatch
+from composer_jax.training import state as state_lib
+from composer_jax.training.checkpoint import Checkpoints, restore_parts
+from composer_jax.training.meter import NonFiniteLossError
+from composer_jax.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+  """How the learner learns.
+
+  Attributes:
+    objective: what to minimise.
+    shape: of a micro-batch.
+    budget: what `objective.normalise="constant"` divides by: trajectories a
+      step times the most tokens that one may sample; see
+      `objective.denominator`.
+    anchor: whose log-probabilities the surrogate's ratio is against. "policy":
+      the policy's own at the update, so that the ratio is 1: right where each
+      batch gets one update. "admission": those of a forward pass when the batch
+      was admitted, for several updates an admission (decoupled PPO). "sampler":
+      those that the tokens were sampled with.
+    balance_rate: step of the routers' selection bias; see `moe.balance`. 0
+      leaves it as mid-training made it.
+  """
+
+  objective: ObjectiveConfig
+  shape: BatchShape
+  budget: float = 0.0
+  anchor: Literal["policy", "admission", "sampler"] = "policy"
+  balance_rate: float = 0.0
+
+  def __post_init__(self):
+    if self.anchor not in ("policy", "admission", "sampler"):
+      raise ValueError(
+        f"anchor={self.anchor!r} must be one of 'policy', 'admission',"
+        " 'sampler'."
+      )
+    if self.objective.normalise == "constant" and not self.budget > 0:
+      raise ValueError(
+        f"budget={self.budget} must be positive with normalise='constant':"
+        " trajectories a step times the most tokens that one may sample."
+      )
+
+
+class Learner:
+  """A policy in training. All processes make the same calls.
+
+  Attributes:
+    state: the training state; None until `start` or `restore`. A step donates
+      it: don't hold on to its arrays.
+    mesh: where it lives.
+  """
+
+  def __init__(
+    self,
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    config: LearnerConfig,
+    mesh: Mesh,
+  ):
+    """Allocates nothing yet.
+
+    Args:
+      model: the policy's functions.
+      optimizer: from `training.optimizer.make_optimizer`.
+      config: how to learn.
+      mesh: from `sharding.make_mesh`.
+
+    Raises:
+      ValueError: parameters or rows can't be split evenly over the mesh.
+    """
+    self.model, self.config, self.mesh = model, config, mesh
+    self.state: TrainState | None = None
+    self._optimizer = optimizer
+    self._abstract = state_lib.abstract_state(model, optimizer, mesh)
+    self._rows = sharding.batch_sharding(mesh, config.shape.rows)
+    self._reference = None
+    # Linear in the length.
+    flops = [train_flops_per_token(model.config, length) for length in (0, 1)]
+    self._flops = flops[0], flops[1] - flops[0]
+    where = state_lib.shardings_of(self._abstract)
+    everywhere = sharding.replicated(mesh)
+    self._zeros = jax.jit(
+      lambda: jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), model.param_shapes
+      ),
+      out_shardings=where.params,
+    )
+    self._forward = jax.jit(
+      lambda params, balance_state, batch: (
+        update.run(
+          model, model.compute_copy(params), balance_state, batch
+        ).logprobs
+      ),
+      out_shardings=everywhere,
+    )
+    self._backward = jax.jit(
+      functools.partial(update.add_gradient, model, config.objective),
+      donate_argnums=2,
+      out_shardings=(where.params, everywhere),
+    )
+    self._update = jax.jit(
+      functools.partial(update.apply_gradient, optimizer, config.balance_rate),
+      donate_argnums=0,
+      out_shardings=(where, everywhere),
+    )
+    self._judge = jax.jit(objective_lib.policy_loss, static_argnums=3)
+
+  # ------------------------------------------------------------------- state
+
+  def start(self, init_from: str | os.PathLike = "", seed: int = 0) -> None:
+    """Begins at step 0, and takes what it begins with as the reference policy.
+
+    Args:
+      init_from: the checkpoint folder of a run to take the weights from.
+      seed: of random weights, if there is none.
+
+    Raises:
+      CheckpointError: no checkpoint there, or one of another model.
+    """
+    self.state = self._first_state(init_from, seed)
+    self._keep_reference(self.state)
+
+  def restore(
+    self,
+    checkpoints: Checkpoints,
+    init_from: str | os.PathLike = "",
+    seed: int = 0,
+  ) -> dict[str, Any] | None:
+    """Goes on from the latest checkpoint.
+
+    Args:
+      checkpoints: of this run.
+      init_from: as for `start`: the reference policy is not in the checkpoint.
+      seed: as for `start`.
+
+    Returns:
+      The meta object; None if there is no checkpoint: then call `start`.
+
+    Raises:
+      CheckpointError: it can't be used.
+    """
+    with jax.set_mesh(self.mesh):
+      restored = checkpoints.restore(self._abstract, None)
+    if restored is None:
+      return None
+    if self.config.objective.kl_coef:
+      self._keep_reference(self._first_state(init_from, seed))
+    _, self.state, meta = restored
+    return meta
+
+  def save(self, checkpoints: Checkpoints, meta: dict[str, Any]) -> bool:
+    """Starts to save the state; see `Checkpoints.save`."""
+    return checkpoints.save(
+      self.updates, self._started(), None, meta, force=True
+    )
+
+  @property
+  def updates(self) -> int:
+    """Updates made since step 0."""
+    return int(self._started().step)
+
+  def weights(self) -> dict[str, Any]:
+    """What to publish: parameters in the compute dtype, and selection bias.
+
+    The next step may delete these arrays: let the publisher copy.
+    """
+    state = self._started()
+    return {
+      "params": self.model.compute_copy(state.params),
+      "balance": state.balance,
+    }
+
+  # ----------------------------------------------------------------- batches
+
+  def admit(self, groups: Sequence[Group]) -> RlBatch:
+    """Packs groups, and adds what the objective asks for at this version.
+
+    Args:
+      groups: for one update. For several updates an admission, admit all parts
+        before the first step.
+
+    Raises:
+      ValueError: see `batch.pack`.
+    """
+    objective = self.config.objective
+    batch = batch_lib.pack(
+      groups,
+      self.config.shape,
+      ranks=self._ranks,
+      cost=lambda length: length * (self._flops[0] + self._flops[1] * length),
+    )
+    reference = self.reference_logprobs(batch) if objective.kl_coef else None
+    batch = batch_lib.with_advantages(batch, objective, reference)
+    match self.config.anchor:
+      case "policy":
+        return batch
+      case "admission":
+        return batch._replace(
+          proximal_logprobs=self.old_logprobs(batch), updates=self.updates
+        )
+      case "sampler":
+        return batch._replace(proximal_logprobs=batch.sampler_logprobs)
+
+  def old_logprobs(self, batch: RlBatch) -> Float[np.ndarray, "M B S"]:
+    """Log-probabilities of the targets under the weights as they are now."""
+    state = self._started()
+    return self._run_forward(state.params, state.balance, batch)
+
+  def reference_logprobs(self, batch: RlBatch) -> Float[np.ndarray, "M B S"]:
+    """Log-probabilities of the targets under the reference policy.
+
+    Raises:
+      ValueError: it isn't kept, since KL divergence from it costs nothing.
+    """
+    if self._reference is None:
+      raise ValueError("The reference policy is kept only if kl_coef isn't 0.")
+    return self._run_forward(*self._reference, batch)
+
+  def step(self, batch: RlBatch) -> dict[str, float]:
+    """One update by one batch.
+
+    Args:
+      batch: from `admit`.
+
+    Returns:
+      `loss`; all of `objective.policy_loss`'s metrics, over the whole batch;
+      `mismatch_mean` and `mismatch_p99` of |log policy - log sampler| a token,
+      before the update; `entropy` of the policy (nats a token); `grad_norm`
+      before clipping, `param_norm` after the update; `trajectories`,
+      `micro_batches`, `padding` (share of all places that hold none); for MoE
+      models `z_loss` a token and layer, and `imbalance` of the worst layer.
+
+    Raises:
+      NonFiniteLossError: loss, gradient or new weights aren't finite; restore
+        the last checkpoint.
+    """
+    state = self._started()
+    objective = self.config.objective
+    divide_by = objective_lib.denominator(
+      *map(batch_lib.flat, (batch.loss_mask, batch.segment_ids)),
+      self.config.budget,
+      objective,
+    )
+    divide_by = float(divide_by)
+    # A forward pass by itself is another program than the one inside of the
+    # gradient, and rounds in other places: don't compare a policy with itself.
+    anchored = batch.proximal_logprobs is not None
+    anchored &= batch.updates != self.updates
+    with jax.set_mesh(self.mesh):
+      gradient, facts = self._zeros(), []
+      for micro_batch in self._micro_batches(batch):
+        gradient, fact = self._backward(
+          state.params,
+          state.balance,
+          gradient,
+          micro_batch,
+          divide_by,
+          anchored,
+        )
+        facts.append(fact)
+      facts = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(facts))
+      load = facts.load
+      if load is not None:
+        load = load.sum(axis=0, dtype=np.int32)
+      self.state, norms = self._update(state, gradient, load)
+    metrics = self._metrics(batch, facts, divide_by, anchored)
+    metrics |= {name: float(norm) for name, norm in norms.items()}
+    watched = {n: metrics[n] for n in ("loss", "grad_norm", "param_norm")}
+    if not np.isfinite(list(watched.values())).all():
+      self.state = None  # So that nobody saves or publishes it.
+      raise NonFiniteLossError(
+        f"An update gave {watched}; its state is lost: restore the last"
+        " checkpoint, with a lower learning rate."
+      )
+    return metrics
+
+  # ----------------------------------------------------------------- helpers
+
+  @property
+  def _ranks(self) -> int:
+    """Over how many devices a micro-batch's rows are split."""
+    return int(np.prod([self.mesh.shape[a] for a in sharding.BATCH_AXES]))
+
+  def _started(self) -> TrainState:
+    if self.state is None:
+      raise ValueError("The learner has no weights yet: start or restore it.")
+    return self.state
+
+  def _first_state(self, init_from, seed) -> TrainState:
+    abstract = self._abstract
+    with jax.set_mesh(self.mesh):
+      given = None
+      if init_from:
+        given = restore_parts(
+          init_from, {"params": abstract.params, "balance": abstract.balance}
+        )
+      return state_lib.init_state(
+        self.model, self._optimizer, abstract, seed, given
+      )
+
+  def _keep_reference(self, state: TrainState) -> None:
+    if self.config.objective.kl_coef:
+      # A copy, since the next step takes the state's arrays.
+      self._reference = jax.tree.map(
+        jnp.copy, (self.model.compute_copy(state.params), state.balance)
+      )
+
+  def _micro_batches(self, batch: RlBatch):
+    if batch.proximal_logprobs is None:  # Any numbers: they aren't looked at.
+      batch = batch._replace(proximal_logprobs=batch.sampler_logprobs)
+    streams = MicroBatch(*(getattr(batch, name) for name in MicroBatch._fields))
+    for i in range(len(batch.tokens)):
+      yield jax.tree.map(
+        lambda stream, i=i: jax.make_array_from_callback(
+          stream.shape[1:], self._rows, stream[i].__getitem__
+        ),
+        streams,
+      )
+
+  def _run_forward(self, params, balance_state, batch):
+    with jax.set_mesh(self.mesh):
+      logprobs = [
+        self._forward(params, balance_state, micro_batch)
+        for micro_batch in self._micro_batches(batch)
+      ]
+    logprobs = np.stack(jax.device_get(logprobs))
+    return np.where(batch.loss_mask, logprobs, np.float32(0))
+
+  def _metrics(self, batch: RlBatch, facts: Facts, divide_by, anchored):
+    mask = batch.loss_mask
+    streams = Streams(
+      loss_mask=mask,
+      segment_ids=batch.segment_ids,
+      advantages=batch.advantages,
+      sampler_logprobs=batch.sampler_logprobs,
+      proximal_logprobs=batch.proximal_logprobs if anchored else facts.logprobs,
+    )
+    loss, metrics = self._judge(
+      batch_lib.flat(facts.logprobs),
+      Streams(*map(batch_lib.flat, streams)),
+      divide_by,
+      self.config.objective,
+    )
+    metrics = {name: float(value) for name, value in metrics.items()}
+    apart = np.abs(facts.logprobs - batch.sampler_logprobs)[mask]
+    metrics |= {
+      "loss": float(loss),
+      "mismatch_mean": float(apart.mean()),
+      "mismatch_p99": float(np.quantile(apart, 0.99)),
+      "entropy": float(facts.entropy[mask].mean()),
+      "trajectories": float(len(batch.rewards)),
+      "micro_batches": float(len(batch.tokens)),
+      "padding": float((batch.segment_ids == 0).mean()),
+    }
+    if facts.load is not None:
+      places = (batch.segment_ids > 0).sum() * len(facts.load[0])
+      metrics["z_loss"] = float(facts.z_loss.sum() / places)
+      metrics["imbalance"] = float(
+        imbalance(jnp.asarray(facts.load.sum(axis=0))).max()
+      )
+    return metrics
