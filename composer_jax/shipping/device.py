@@ -27,6 +27,7 @@ _WORDS = 8  # a block: its words are one sector of a GPU's memory
 _BLOCK = _BITS * _WORDS
 _MAX_ELEMENTS = 2**32 - _BLOCK
 _MIN_CAPACITY = 1024
+_STEPS = 8  # capacities from one power of two to the next
 
 
 class Marks(NamedTuple):
@@ -126,8 +127,15 @@ _compact = jax.jit(compact, static_argnums=2)
 
 
 def capacity_for(count: int) -> int:
-  """The power of two that `count` fits, so that few programs are compiled."""
-  return max(_MIN_CAPACITY, 1 << (count - 1).bit_length()) if count else 0
+  """Room for `count`, in one of few sizes: each is a program to compile.
+
+  At most an eighth is left over: room costs time on the device and bytes to the
+  host.
+  """
+  if not count:
+    return 0
+  step = (1 << (count - 1).bit_length()) // (2 * _STEPS)
+  return max(_MIN_CAPACITY, -(-count // max(1, step)) * step)
 
 
 def pays(count: int, elements: int, width: float) -> bool:
@@ -136,8 +144,8 @@ def pays(count: int, elements: int, width: float) -> bool:
   Args:
     count: changes.
     elements: of the array.
-    width: bytes an element. At 2, changes pay below a third to a sixth of all,
-      since their number is rounded up to a power of two.
+    width: bytes an element. At 2, changes pay below a third of all at most,
+      since room for them is rounded up.
   """
   return capacity_for(count) * (4 + width) < elements * width
 

@@ -8,6 +8,7 @@ this package, imported when first used, each with two functions: `apply`, and
 
 import functools
 import importlib
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.moe import expert_parallel
 
-# Fastest first. Chosen only by name: the reference, which is for comparing, and
-# the Hopper and Triton kernels, until a training run has gone through them.
-_AUTOMATIC = ("xla",)
-IMPLEMENTATIONS = (*_AUTOMATIC, "reference", "mosaic", "triton")
+# Fastest first; the reference, which is for comparing, only by name.
+_AUTOMATIC = ("mosaic", "triton", "xla")
+IMPLEMENTATIONS = (*_AUTOMATIC, "reference")
+
+_log = logging.getLogger(__name__)
 
 
 def moe_ffn(
@@ -91,8 +93,7 @@ def moe_ffn(
 
 def _pick(name, **arrays):
   if name is None:
-    modules = map(_load, _AUTOMATIC)
-    return next(m.apply for m in modules if not m.cannot_run(**arrays))
+    return _fastest(**arrays)
   choices = f"choose one of {', '.join(IMPLEMENTATIONS)}, or None"
   if name not in IMPLEMENTATIONS:
     raise ValueError(f"There is no moe_ffn implementation {name!r}: {choices}.")
@@ -103,6 +104,20 @@ def _pick(name, **arrays):
       f" {choices}."
     )
   return module.apply
+
+
+def _fastest(**arrays):
+  for name in _AUTOMATIC[:-1]:
+    module = _load(name)
+    if not (reason := module.cannot_run(**arrays)):
+      return module.apply
+    _say_once(name, reason)
+  return _load(_AUTOMATIC[-1]).apply
+
+
+@functools.cache
+def _say_once(name, reason):
+  _log.info("moe_ffn goes without %r, since %s.", name, reason)
 
 
 def _load(name):

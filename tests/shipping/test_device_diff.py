@@ -154,13 +154,13 @@ def test_fetch_moves_the_lesser_bytes(monkeypatch):
   )
   size = 1 << 16
   base = np.zeros(size, jnp.bfloat16)
-  for changes, capacity in ((5, 1024), (1025, 2048), (16384, 16384)):
+  for changes, capacity in ((5, 1024), (1025, 1152), (20480, 20480)):
     new = base.copy()
     new[:changes] = 1
     fetched(jnp.asarray(new), jnp.asarray(base), base)
     assert asked.pop() == capacity
     assert capacity * 6 < new.nbytes
-  new[:16385] = 1  # 32768 places of 6 bytes would be more than the whole
+  new[:20481] = 1  # 22528 places of 6 bytes would be more than the whole
   fetched(jnp.asarray(new), jnp.asarray(base), base)
   fetched(jnp.asarray(base), jnp.asarray(base), base)
   assert not asked
@@ -228,3 +228,10 @@ def test_the_benchmarks_peers_agree(name):
   assert count == len(changed) < 512
   np.testing.assert_array_equal(positions[: len(changed)], changed)
   assert np.asarray(values)[: len(changed)].tobytes() == new[changed].tobytes()
+
+
+@given(st.integers(1, 2**32))
+def test_room_is_close_and_of_few_sizes(count):
+  room = device.capacity_for(count)
+  assert count <= room <= max(1024, count * 9 / 8)
+  assert room == 1024 or room % (1 << (room.bit_length() - 4)) == 0

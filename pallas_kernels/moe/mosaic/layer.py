@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe import layout
+from pallas_kernels.moe import layout, target
 from pallas_kernels.moe.mosaic import tiles
 from pallas_kernels.moe.mosaic.gate_up import gate_up
 from pallas_kernels.moe.mosaic.gather import Movers
@@ -43,8 +43,8 @@ def cannot_run(*, x, w_gate_up, w_down, **_) -> str:
       f"H = {width} and I = {inner} are not both multiples of 64, and one of"
       " 128"
     )
-  device = jax.devices()[0]
-  if device.platform != "gpu" or device.compute_capability != "9.0":
+  device = target.device()
+  if getattr(device, "compute_capability", None) != "9.0":
     return f"it needs a Hopper GPU (sm_90), not {device.device_kind}"
   return ""
 

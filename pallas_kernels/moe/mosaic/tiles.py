@@ -23,8 +23,7 @@ import functools
 import json
 import pathlib
 
-import jax
-
+from pallas_kernels.moe import target
 from pallas_kernels.moe.mosaic.engine import DEPTH, FEW_ROWS, ROWS
 
 TABLE = pathlib.Path(__file__).with_name("tuned.json")
@@ -96,7 +95,7 @@ def gradient_rows(height: int) -> int:
 
 def sm_count() -> int:
   """Returns how many blocks to start: one for each SM of this GPU."""
-  return getattr(jax.devices()[0], "core_count", None) or 132
+  return getattr(target.device(), "core_count", None) or 132
 
 
 def most_stages(
@@ -134,7 +133,7 @@ def _tiles(
     ),
     "band": 8,
   }
-  measured = _table().get(jax.devices()[0].device_kind, {})
+  measured = _table().get(target.device().device_kind, {})
   return Tiles(
     **rule | measured.get(key(*identity, rows=rows), {}), num_sms=sm_count()
   )

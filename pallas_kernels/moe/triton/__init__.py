@@ -5,9 +5,11 @@ Triton itself is imported when the layer is first called: see the extra
 """
 
 import importlib.util
+import re
 
-import jax
 import jax.numpy as jnp
+
+from pallas_kernels.moe import target
 
 
 def cannot_run(*, x, w_gate_up, w_down, **_) -> str:
@@ -18,8 +20,9 @@ def cannot_run(*, x, w_gate_up, w_down, **_) -> str:
     return f"it computes in bfloat16 or float16, not in {x.dtype}"
   if width % 64 or inner % 64:
     return f"H = {width} and I = {inner} are not both multiples of 64"
-  device = jax.devices()[0]
-  if device.platform != "gpu" or float(device.compute_capability) < 8:
+  device = target.device()
+  capability = str(getattr(device, "compute_capability", None))
+  if not re.fullmatch(r"([89]|\d\d)\.\d", capability):
     return f"it needs an NVIDIA GPU, Ampere or newer, not {device.device_kind}"
   if not importlib.util.find_spec("jax_triton"):
     return "jax-triton is not installed (pip install 'composer-jax[triton]')"

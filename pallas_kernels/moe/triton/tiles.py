@@ -11,7 +11,7 @@ that they meet in the L2 cache.
 
 import dataclasses
 
-import jax
+from pallas_kernels.moe import target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def weight_gradient(height: int, width: int, *, added: bool) -> Tiles:
 
 
 def _tiles(name, width, rows):
-  capability = getattr(jax.devices()[0], "compute_capability", None)
+  capability = getattr(target.device(), "compute_capability", None)
   most, depth, warps, stages = (_HOPPER if capability == "9.0" else _SMALL)[
     name
   ]

@@ -4,6 +4,7 @@ What is true of one implementation alone is tested beside it.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +66,16 @@ def test_few_rows_an_expert_clamped(layer, tokens):
   arguments, dy = inputs(tokens=tokens)
   layer = functools.partial(layer, clamp=1.5)
   result = compiled(layer)(arguments, dy)
-  expected = cases.oracle(arguments, dy, clamp=1.5)
-  without = cases.oracle(arguments, dy)
-  for name, a, b, c in zip(cases.NAMES, result, expected, without, strict=True):
-    # Rounding takes a few pre-activations across the limit.
-    assert cases.relative_error(a, b) < 5e-2, name
+  expected, below, above, without = (
+    cases.oracle(arguments, dy, clamp=1.5 * factor)
+    for factor in (1, 1 - 2**-9, 1 + 2**-9, math.inf)
+  )
+  for name, a, b, low, high, c in zip(
+    cases.NAMES, result, expected, below, above, without, strict=True
+  ):
+    # bfloat16 may round a pre-activation across the limit: its gradient goes.
+    crossed = max(cases.relative_error(end, b) for end in (low, high))
+    assert cases.relative_error(a, b) < 6e-3 + crossed < 0.06, name
     assert cases.relative_error(a, c) > 0.1, name
 
 

@@ -1,15 +1,18 @@
 """Numerics, determinism and errors of moe_ffn, whatever implements it."""
 
 import functools
+import importlib.util
 import inspect
+import logging
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import moe_ffn, xla
+from pallas_kernels.moe import api, moe_ffn, mosaic, target, triton, xla
 from tests.pallas_kernels.moe import cases
 
 PORTABLE = ("xla", "reference")
@@ -184,6 +187,72 @@ def test_transformations():
       assert cases.relative_error(a, b) < 2e-6, (layer, name)
 
 
+class Fake:
+  """An implementation that can or can't run here; it returns its name."""
+
+  def __init__(self, name, reason):
+    self.name, self.reason = name, reason
+
+  def cannot_run(self, **_):
+    return self.reason
+
+  def apply(self, *_, **__):
+    return self.name
+
+
+def test_takes_the_fastest_that_can_run_and_says_once_why(monkeypatch, caplog):
+  reasons = {"mosaic": "it is another chip", "triton": "", "xla": ""}
+  monkeypatch.setattr(api, "_load", lambda name: Fake(name, reasons[name]))
+  api._say_once.cache_clear()
+  with caplog.at_level(logging.INFO):
+    for name in ("triton", "triton", "xla"):
+      reasons["triton"] = "" if name == "triton" else "it is not installed"
+      assert api._pick(None)() == name
+  assert [record.getMessage() for record in caplog.records] == [
+    "moe_ffn goes without 'mosaic', since it is another chip.",
+    "moe_ffn goes without 'triton', since it is not installed.",
+  ]
+  reasons["mosaic"] = ""
+  assert api._pick(None)() == "mosaic"
+
+
+@pytest.mark.parametrize(
+  ("kind", "capability", "mosaic_runs", "triton_runs"),
+  [
+    ("H200", "9.0", True, True),
+    ("A100", "8.0", False, True),
+    ("B200", "10.0", False, True),
+    ("V100", "7.5", False, False),
+    ("MI300", "gfx942", False, False),
+    ("cpu", None, False, False),
+  ],
+)
+def test_which_chips_run_which_kernels(
+  kind, capability, mosaic_runs, triton_runs, monkeypatch
+):
+  chip = types.SimpleNamespace(device_kind=kind, platform="gpu")
+  if capability:
+    chip.compute_capability = capability
+  monkeypatch.setattr(target, "device", lambda: chip)
+  monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+  weights = {
+    "x": jnp.zeros((2, 128), jnp.bfloat16),
+    "w_gate_up": jnp.zeros((1, 128, 2, 128), jnp.bfloat16),
+    "w_down": jnp.zeros((1, 128, 128), jnp.bfloat16),
+  }
+  assert (mosaic.cannot_run(**weights) == "") == mosaic_runs
+  assert (triton.cannot_run(**weights) == "") == triton_runs
+
+
+def test_the_default_device_decides():
+  cpu = jax.devices("cpu")[-1]
+  with jax.default_device(cpu):
+    assert target.device() == cpu
+  with jax.default_device("cpu"):
+    assert target.device() == jax.devices("cpu")[0]
+  assert target.device() == jax.devices()[0]
+
+
 def test_no_tokens():
   (x, ids, gates, *weights), _ = cases.make("balanced")
   for arguments in ((x[:0], ids[:0], gates[:0]), (x, ids[:, :0], gates[:, :0])):
@@ -221,7 +290,10 @@ def test_every_expert_gets_a_tile_that_holds_the_mean():
     ({"x": jnp.zeros((64, 16), jnp.bfloat16)}, "cast the weights"),
     ({"clamp": 0.0}, "clamp must be positive or None, not 0.0."),
     ({"grad_totals": (jnp.zeros(3), jnp.zeros(3))}, "must be like w_gate_up"),
-    ({"implementation": "fast"}, "choose one of xla, reference, mosaic,"),
+    (
+      {"implementation": "fast"},
+      "choose one of mosaic, triton, xla,",
+    ),
   ],
 )
 def test_errors_say_what_would_fix_them(change, message):
