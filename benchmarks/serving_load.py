@@ -5,27 +5,27 @@ all at the same time, ask it turn by turn over HTTP, token ids in and out: each
 turn's prompt is the last one, its answer, and some new tokens. Meanwhile new
 versions are published, at even shares of the work.
 
-Then a sample of the answers, those of several versions first, is compared with
-plain forward passes without a cache, by the weights of the version that each
-token names: log-probability and experts. A stale cache, or versions that go
-back within a session, count as wrong, too. `control` is the share of the
-checked answers' tokens that the same check finds wrong when it takes another
-version's weights; it says how much the check can see, and should be near 1.
+Then every token is compared with plain forward passes without a cache, by the
+weights of the version that it names: log-probability and experts;
+`serving_check` says how, and what it writes to stderr of a token that isn't
+right. `control` is the share of tokens that the same check refuses when it
+takes another version's weights; it says how much the check can see, and should
+be near 1.
 
     python -m benchmarks.serving_load --json     # 8 minutes on two busy cores
 
 Rows: prefix_sharing, sessions, turns, requests, failed, versions (that answered
-with tokens), swaps, swap_ms (mean pause), tokens, lost (sampled, by the
-server's own count, less those that arrived; below 0: duplicated),
+with tokens), swaps, swap_ms (mean pause), preemptions, tokens, lost (sampled,
+by the server's own count, less those that arrived; below 0: duplicated),
 tokens_per_second, ms_per_token (median over requests, after the first),
-first_token_ms_p50 and _p99, prefix_hit_share, checked, wrong, control.
+first_token_ms_p50 and _p99, prefix_hit_share, checked, wrong, near_ties, stale,
+backwards (of versions), control.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import re
@@ -41,6 +41,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import arguments, report
+from benchmarks.serving_check import Answer, Check
 from composer_jax.data import Tokenizer
 from composer_jax.models import PRESETS, LanguageModel
 from composer_jax.serving import Weights, serving_weights
@@ -50,8 +51,6 @@ from composer_jax.shipping import Publisher, open_store
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_LEN = 1024
 TEMPERATURE = 0.8
-# Rounding of another order of summation moves a log-probability by some 1e-5.
-TOLERANCE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Load:
     said: new tokens of each later turn.
     sampled: tokens of each answer.
     versions: that serve in turn.
-    checked: requests whose tokens are checked, at most.
+    cache_tokens: of the engine; see `EngineConfig`.
   """
 
   sessions: int = 64
@@ -74,37 +73,10 @@ class Load:
   said: int = 8
   sampled: int = 32
   versions: int = 8
-  checked: int = 160
+  cache_tokens: int = 0
 
 
-QUICK = Load(sessions=8, turns=12, sampled=12, versions=3, checked=16)
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-  """One turn, as it arrived, N tokens.
-
-  Attributes:
-    prompt: token ids that were sent.
-    token_ids: sampled, like the next four.
-    logprobs: in the distribution sampled from.
-    versions: of the weights.
-    stale: whether a token's cache was of other weights.
-    routes: experts, `[N, moe_layers, top_k]`.
-    cached: prompt tokens found in the cache, by the server's count.
-    first_s: from the request to the first token.
-    total_s: to the last.
-  """
-
-  prompt: list[int]
-  token_ids: list[int]
-  logprobs: list[float]
-  versions: list[int]
-  stale: list[bool]
-  routes: np.ndarray
-  cached: int
-  first_s: float
-  total_s: float
+QUICK = Load(sessions=8, turns=12, sampled=12, versions=3)
 
 
 def main() -> None:
@@ -140,6 +112,7 @@ def measure(load: Load, folder: Path, *, prefix_sharing: bool) -> dict:
     f"--prefix_sharing={prefix_sharing}",
     f"--max_len={MAX_LEN}",
     f"--max_rows={min(load.sessions, 64)}",
+    f"--cache_tokens={load.cache_tokens}",
     "--interval_s=0.05",
   ]
   with Publisher(open_store(str(folder / "chain"))) as publisher:
@@ -155,6 +128,7 @@ def measure(load: Load, folder: Path, *, prefix_sharing: bool) -> dict:
     with _server(flags) as url:
       sessions, failed, seconds = asyncio.run(_load(url, load, publish))
       counts = _metrics(url)
+  check = Check(model, published, temperature=TEMPERATURE, max_len=MAX_LEN)
   answers = [answer for session in sessions for answer in session]
   tokens = sum(len(answer.token_ids) for answer in answers)
   gaps = [(a.total_s - a.first_s) / (load.sampled - 1) for a in answers]
@@ -170,6 +144,7 @@ def measure(load: Load, folder: Path, *, prefix_sharing: bool) -> dict:
     "versions": len({v for answer in answers for v in answer.versions}),
     "swaps": int(swaps),
     "swap_ms": 1e3 * pauses / swaps,
+    "preemptions": int(counts["composer_engine_preemptions_total"]),
     "tokens": tokens,
     "lost": int(counts["composer_engine_sampled_tokens_total"]) - tokens,
     "tokens_per_second": tokens / seconds,
@@ -178,7 +153,7 @@ def measure(load: Load, folder: Path, *, prefix_sharing: bool) -> dict:
     "first_token_ms_p99": float(np.percentile(first_ms, 99)),
     "prefix_hit_share": sum(answer.cached for answer in answers)
     / sum(len(answer.prompt) for answer in answers),
-  } | check(model, published, sessions, load)
+  } | check(sessions)
 
 
 def _weights(model: LanguageModel, seed: int) -> Weights:
@@ -330,75 +305,6 @@ def _metrics(url: str) -> dict[str, float]:
 
   found = re.findall(r"^(\w+) (\S+)$", asyncio.run(get()), re.MULTILINE)
   return {name: float(value) for name, value in found}
-
-
-# ---- Checking ----------------------------------------------------------------
-
-
-def check(
-  model: LanguageModel,
-  published: dict[int, Weights],
-  sessions: list[list[Answer]],
-  load: Load,
-) -> dict:
-  """Compares answers with plain forward passes; columns of the table.
-
-  Args:
-    model: that was served.
-    published: weights by version.
-    sessions: the answers of each, in order.
-    load: how many to check.
-  """
-  answers = [answer for session in sessions for answer in session]
-  order = np.random.default_rng(0).permutation(len(answers))
-  # Those with tokens of several versions first: most can go wrong there.
-  order = sorted(order, key=lambda i: -len({*answers[i].versions}))
-  checked = wrong = seen = compared = 0
-  for i in order[: load.checked]:
-    answer = answers[i]
-    others = [v for v in published if v not in answer.versions]
-    for version in set(answer.versions):
-      named = np.array(answer.versions) == version
-      right = _agrees(model, published[version], answer)
-      checked += named.sum()
-      wrong += (named & ~right).sum()
-    for version in others[:1]:
-      compared += len(answer.token_ids)
-      seen += (~_agrees(model, published[version], answer)).sum()
-  # What every answer says of itself, checked or not.
-  wrong += sum(sum(answer.stale) for answer in answers)
-  for session in sessions:
-    labels = [version for answer in session for version in answer.versions]
-    wrong += sum(b < a for a, b in itertools.pairwise(labels))
-  return {
-    "checked": int(checked),
-    "wrong": int(wrong),
-    "control": float(seen / compared) if compared else None,
-  }
-
-
-def _agrees(
-  model: LanguageModel, weights: Weights, answer: Answer
-) -> np.ndarray:
-  """Of each token, whether these weights give its log-probability and route."""
-  tokens = answer.prompt + answer.token_ids
-  padded = np.zeros((1, MAX_LEN), np.int32)
-  padded[0, : len(tokens)] = tokens
-  out = _forward(model)(weights["params"], weights["balance"], padded)
-  # The pass over a token's predecessor is what it was sampled from.
-  passes = np.arange(len(answer.prompt) - 1, len(tokens) - 1)
-  logits = np.asarray(out.logits, np.float64)[0, passes] / TEMPERATURE
-  logits -= logits.max(axis=-1, keepdims=True)
-  logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-  drawn = logprobs[np.arange(len(passes)), answer.token_ids]
-  near = np.abs(drawn - np.array(answer.logprobs)) < TOLERANCE
-  experts = np.asarray(out.routing.expert_ids)[:, 0, passes]
-  return near & (experts.transpose(1, 0, 2) == answer.routes).all(axis=(1, 2))
-
-
-@functools.cache
-def _forward(model: LanguageModel):
-  return jax.jit(model.apply)
 
 
 if __name__ == "__main__":
