@@ -1,8 +1,9 @@
-"""Trains a model.
+"""Trains a model: mid-training or reinforcement learning, as the config says.
 
     python launch/train.py --config=configs/midtrain_tiny.py --workdir=runs/tiny
     python launch/train.py --config=configs/midtrain_tiny.py:runlocal \
         --config.optimizer.learning_rate=1e-3 --workdir=/tmp/run
+    python launch/train.py --config=configs/rl_tiny.py --workdir=runs/rl
 
 The same command goes on where the last checkpoint was taken. For a notebook:
 `from launch.train import main`.
@@ -13,12 +14,14 @@ and --process_id.
 """
 
 import logging
+import sys
 
 import jax
 from absl import flags
 from absl import logging as absl_logging
 from ml_collections import ConfigDict
 
+from composer_jax.fleet.local import FleetError
 from composer_jax.training.config import TrainConfig
 from composer_jax.training.loop import Result, train
 from composer_jax.training.meter import NonFiniteLossError
@@ -34,6 +37,15 @@ _PROFILE = flags.DEFINE_string(
   None,
   "FIRST:LAST, a window of steps to trace into workdir; steps count from 1.",
 )
+_ROLE = flags.DEFINE_enum(
+  "role",
+  "all",
+  ["all", "learner", "rollouts"],
+  "Of reinforcement learning: one part of it alone; see launch/rl.py.",
+)
+_NAME = flags.DEFINE_string(
+  "name", "worker-0", "Of a worker, with --role=rollouts; unique in the run."
+)
 
 
 def main(
@@ -44,8 +56,13 @@ def main(
   return train(from_config(TrainConfig, config), workdir, profile=profile)
 
 
-def setup_logging() -> None:
-  """Our lines on the terminal, of process 0 only, and others' warnings."""
+def setup_logging(*, alone: bool = False) -> None:
+  """Our lines on the terminal, of process 0 only, and others' warnings.
+
+  Args:
+    alone: this process is the only one; JAX, which knows, isn't asked, since it
+      would take the devices.
+  """
   absl_logging.set_verbosity(absl_logging.WARNING)  # Orbax says much
   logging.basicConfig(
     format="%(asctime)s %(message)s",
@@ -53,14 +70,34 @@ def setup_logging() -> None:
     level=logging.WARNING,
     force=True,
   )
-  level = logging.INFO if jax.process_index() == 0 else logging.WARNING
+  quiet = not alone and jax.process_index() != 0
+  level = logging.WARNING if quiet else logging.INFO
   for package in ("composer_jax", "launch"):
     logging.getLogger(package).setLevel(level)
 
 
 def _main(config: ConfigDict, workdir: str) -> None:
+  if "objective" in config:
+    _reinforce(config, workdir)
+    return
   _initialize_processes()
   main(config, workdir, profile=_window(_PROFILE.value))
+
+
+def _reinforce(config: ConfigDict, workdir: str) -> None:
+  """The part of reinforcement learning that --role names."""
+  from composer_jax.rl.config import RlConfig
+  from launch import rl
+
+  setup_logging(alone=True)
+  rl_config = from_config(RlConfig, config)
+  match _ROLE.value:
+    case "all":
+      rl.run(rl_config, workdir, sys.argv[1:])
+    case "learner":
+      rl.learn(rl_config, workdir)
+    case "rollouts":
+      rl.rollouts(rl_config, workdir, _NAME.value)
 
 
 def _initialize_processes() -> None:
@@ -101,7 +138,10 @@ def _window(text: str | None) -> tuple[int, int] | None:
 
 
 # What a user can get wrong, beside the config itself.
-MISTAKES = (ValueError, OSError, ImportError, NonFiniteLossError)
+MISTAKES = (
+  *(ValueError, OSError, ImportError),
+  *(NonFiniteLossError, FleetError),
+)
 
 if __name__ == "__main__":
   run(_main, mistakes=MISTAKES)
