@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from composer_jax.rl import objective as objective_lib
 from composer_jax.rl.objective import ObjectiveConfig
+from composer_jax.rl.replay import NO_ROUTE
 from composer_jax.rl.trajectory import Group, Trajectory
 
 
@@ -58,6 +59,8 @@ class RlBatch(NamedTuple):
     temperatures: that the target was sampled at; 1 is padding.
     sampler_logprobs: in the distribution sampled from; 0 outside of the mask.
     versions: of the weights that sampled the target; -1 outside of the mask.
+    routes: experts that the sampler took for the input; see `replay.routes_of`.
+      None if they aren't replayed.
     advantages: of the target; 0 until `with_advantages`. Every surrogate is
       linear in them, so a token's weight is multiplied in here.
     proximal_logprobs: see `objective.Streams`; None is the policy itself.
@@ -76,6 +79,7 @@ class RlBatch(NamedTuple):
   temperatures: Float[np.ndarray, "M B S"]
   sampler_logprobs: Float[np.ndarray, "M B S"]
   versions: Int[np.ndarray, "M B S"]
+  routes: Int[np.ndarray, "M B S L K"] | None
   advantages: Float[np.ndarray, "M B S"]
   proximal_logprobs: Float[np.ndarray, "M B S"] | None
   rewards: Float[np.ndarray, " R"]
@@ -95,6 +99,7 @@ class _Window(NamedTuple):
   index: int
   start: int
   stop: int
+  routes: Int[np.ndarray, "N L K"] | None
 
 
 def pack(
@@ -103,6 +108,7 @@ def pack(
   *,
   ranks: int = 1,
   cost: Callable[[int], float] = float,
+  routes: Callable[[Trajectory], Int[np.ndarray, "N L K"]] | None = None,
 ) -> RlBatch:
   """Packs all trajectories of some groups for one update.
 
@@ -115,6 +121,7 @@ def pack(
     shape: of a micro-batch.
     ranks: D, over which a micro-batch's rows are split, in blocks.
     cost: of a sequence of so many tokens, to balance; its tokens by default.
+    routes: of a trajectory, if they are to be replayed; see `replay.routes_of`.
 
   Returns:
     The batch, without advantages.
@@ -132,7 +139,7 @@ def pack(
   windows = [
     window
     for index, trajectory in enumerate(trajectories)
-    for window in _windows(trajectory, index, shape)
+    for window in _windows(trajectory, index, shape, routes)
   ]
   if not windows:
     raise ValueError("There is no sampled token in these groups.")
@@ -140,12 +147,17 @@ def pack(
   costs = np.array([cost(length) for length in lengths.tolist()])
   rows, columns, micro_batches = place(lengths, costs, shape, ranks)
   streams = _blank((micro_batches * shape.rows, shape.seq_len))
+  if routes:
+    size = windows[0].routes.shape[1:]
+    filled = np.full((*streams["tokens"].shape, *size), NO_ROUTE, np.int16)
+    streams["routes"] = filled
   for i in np.lexsort((columns, rows)).tolist():
     _fill(streams, int(rows[i]), int(columns[i]), windows[i])
   sizes = [len(group.trajectories) for group in groups]
   return RlBatch(
-    **{
-      name: stream.reshape(micro_batches, shape.rows, shape.seq_len)
+    **{"routes": None}
+    | {
+      name: stream.reshape(micro_batches, shape.rows, *stream.shape[1:])
       for name, stream in streams.items()
     },
     proximal_logprobs=None,
@@ -254,7 +266,7 @@ def flat(stream: Shaped[np.ndarray, "M B S"]) -> Shaped[Array, "rows S"]:
   return jnp.asarray(stream.reshape(-1, stream.shape[-1]))
 
 
-def _windows(trajectory: Trajectory, index: int, shape: BatchShape):
+def _windows(trajectory: Trajectory, index: int, shape: BatchShape, routes):
   """The trajectory's sequences, or ValueError if it can't be learnt from."""
   name = f"A trajectory of task {trajectory.task_id!r}"
   sampling = trajectory.sampling
@@ -263,7 +275,7 @@ def _windows(trajectory: Trajectory, index: int, shape: BatchShape):
       f"{name} was sampled with {sampling}: the learner knows temperatures"
       " above 0 only, without top_p and top_k."
     )
-  windows = []
+  windows, replayed = [], routes and routes(trajectory)
   for start, stop in trajectory.windows:
     sampled = np.flatnonzero(trajectory.loss_mask[start:stop])
     if not sampled.size:
@@ -278,7 +290,8 @@ def _windows(trajectory: Trajectory, index: int, shape: BatchShape):
         f"{name} has a context window of {sampled[-1]} tokens, but rows have"
         f" seq_len={shape.seq_len}: raise that, or let rollouts say less."
       )
-    windows.append(_Window(trajectory, index, start, start + int(sampled[-1])))
+    stop = start + int(sampled[-1])
+    windows.append(_Window(trajectory, index, start, stop, replayed))
   return windows
 
 
@@ -301,7 +314,7 @@ def _blank(shape):
 
 def _fill(streams, row, column, window):
   """Writes a sequence to the right of those that the row has."""
-  trajectory, index, start, stop = window
+  trajectory, index, start, stop, routes = window
   inputs, targets = slice(start, stop), slice(start + 1, stop + 1)
   place = row, slice(column, column + stop - start)
   segment = streams["segment_ids"][row].max() + 1
@@ -317,3 +330,5 @@ def _fill(streams, row, column, window):
     "versions": trajectory.versions[targets],
   }.items():
     streams[name][place] = values
+  if routes is not None:
+    streams["routes"][place] = routes[inputs]

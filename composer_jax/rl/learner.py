@@ -27,14 +27,15 @@ from jaxtyping import Float
 
 from composer_jax import sharding
 from composer_jax.models import LanguageModel, train_flops_per_token
-from composer_jax.models.moe import imbalance
 from composer_jax.rl import batch as batch_lib
 from composer_jax.rl import objective as objective_lib
 from composer_jax.rl import update
 from composer_jax.rl.batch import BatchShape, RlBatch
-from composer_jax.rl.objective import ObjectiveConfig, Streams
+from composer_jax.rl.measure import measure
+from composer_jax.rl.objective import ObjectiveConfig
+from composer_jax.rl.replay import ReplayConfig, routes_of
 from composer_jax.rl.trajectory import Group
-from composer_jax.rl.update import Facts, MicroBatch
+from composer_jax.rl.update import MicroBatch
 from composer_jax.training import state as state_lib
 from composer_jax.training.checkpoint import Checkpoints, restore_parts
 from composer_jax.training.meter import NonFiniteLossError
@@ -58,6 +59,8 @@ class LearnerConfig:
       those that the tokens were sampled with.
     balance_rate: step of the routers' selection bias; see `moe.balance`. 0
       leaves it as mid-training made it.
+    replay: how the sampler's routes are replayed; None leaves experts to the
+      learner's own routers.
   """
 
   objective: ObjectiveConfig
@@ -65,6 +68,7 @@ class LearnerConfig:
   budget: float = 0.0
   anchor: Literal["policy", "admission", "sampler"] = "policy"
   balance_rate: float = 0.0
+  replay: ReplayConfig | None = None
 
   def __post_init__(self):
     if self.anchor not in ("policy", "admission", "sampler"):
@@ -104,8 +108,14 @@ class Learner:
       mesh: from `sharding.make_mesh`.
 
     Raises:
-      ValueError: parameters or rows can't be split evenly over the mesh.
+      ValueError: parameters or rows can't be split evenly over the mesh, or
+        there are no routers to replay routes in.
     """
+    if config.replay and not model.config.num_moe_layers:
+      raise ValueError(
+        "The model has no MoE layers whose routes could be replayed: set"
+        " replay=None."
+      )
     self.model, self.config, self.mesh = model, config, mesh
     self.state: TrainState | None = None
     self._optimizer = optimizer
@@ -115,6 +125,7 @@ class Learner:
     # Linear in the length.
     flops = [train_flops_per_token(model.config, length) for length in (0, 1)]
     self._flops = flops[0], flops[1] - flops[0]
+    min_ratio = config.replay.min_ratio if config.replay else 0.0
     where = state_lib.shardings_of(self._abstract)
     everywhere = sharding.replicated(mesh)
     self._zeros = jax.jit(
@@ -132,7 +143,9 @@ class Learner:
       out_shardings=everywhere,
     )
     self._backward = jax.jit(
-      functools.partial(update.add_gradient, model, config.objective),
+      functools.partial(
+        update.add_gradient, model, config.objective, min_ratio
+      ),
       donate_argnums=2,
       out_shardings=(where.params, everywhere),
     )
@@ -141,7 +154,6 @@ class Learner:
       donate_argnums=0,
       out_shardings=(where, everywhere),
     )
-    self._judge = jax.jit(objective_lib.policy_loss, static_argnums=3)
 
   # ------------------------------------------------------------------- state
 
@@ -218,14 +230,18 @@ class Learner:
         before the first step.
 
     Raises:
-      ValueError: see `batch.pack`.
+      ValueError: see `batch.pack` and `replay.routes_of`.
     """
     objective = self.config.objective
+    routes = self.config.replay and functools.partial(
+      routes_of, model=self.model.config, missing=self.config.replay.missing
+    )
     batch = batch_lib.pack(
       groups,
       self.config.shape,
       ranks=self._ranks,
       cost=lambda length: length * (self._flops[0] + self._flops[1] * length),
+      routes=routes,
     )
     reference = self.reference_logprobs(batch) if objective.kl_coef else None
     batch = batch_lib.with_advantages(batch, objective, reference)
@@ -261,12 +277,8 @@ class Learner:
       batch: from `admit`.
 
     Returns:
-      `loss`; all of `objective.policy_loss`'s metrics, over the whole batch;
-      `mismatch_mean` and `mismatch_p99` of |log policy - log sampler| a token,
-      before the update; `entropy` of the policy (nats a token); `grad_norm`
-      before clipping, `param_norm` after the update; `trajectories`,
-      `micro_batches`, `padding` (share of all places that hold none); for MoE
-      models `z_loss` a token and layer, and `imbalance` of the worst layer.
+      What `measure` says of the batch before the update, `grad_norm` before
+      clipping, and `param_norm` after the update.
 
     Raises:
       NonFiniteLossError: loss, gradient or new weights aren't finite; restore
@@ -299,9 +311,9 @@ class Learner:
       facts = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(facts))
       load = facts.load
       if load is not None:
-        load = load.sum(axis=0, dtype=np.int32)
+        load = load.sum(axis=0, dtype=load.dtype)
       self.state, norms = self._update(state, gradient, load)
-    metrics = self._metrics(batch, facts, divide_by, anchored)
+    metrics = measure(batch, facts, divide_by, objective, anchored=anchored)
     metrics |= {name: float(norm) for name, norm in norms.items()}
     watched = {n: metrics[n] for n in ("loss", "grad_norm", "param_norm")}
     if not np.isfinite(list(watched.values())).all():
@@ -363,37 +375,3 @@ class Learner:
       ]
     logprobs = np.stack(jax.device_get(logprobs))
     return np.where(batch.loss_mask, logprobs, np.float32(0))
-
-  def _metrics(self, batch: RlBatch, facts: Facts, divide_by, anchored):
-    mask = batch.loss_mask
-    streams = Streams(
-      loss_mask=mask,
-      segment_ids=batch.segment_ids,
-      advantages=batch.advantages,
-      sampler_logprobs=batch.sampler_logprobs,
-      proximal_logprobs=batch.proximal_logprobs if anchored else facts.logprobs,
-    )
-    loss, metrics = self._judge(
-      batch_lib.flat(facts.logprobs),
-      Streams(*map(batch_lib.flat, streams)),
-      divide_by,
-      self.config.objective,
-    )
-    metrics = {name: float(value) for name, value in metrics.items()}
-    apart = np.abs(facts.logprobs - batch.sampler_logprobs)[mask]
-    metrics |= {
-      "loss": float(loss),
-      "mismatch_mean": float(apart.mean()),
-      "mismatch_p99": float(np.quantile(apart, 0.99)),
-      "entropy": float(facts.entropy[mask].mean()),
-      "trajectories": float(len(batch.rewards)),
-      "micro_batches": float(len(batch.tokens)),
-      "padding": float((batch.segment_ids == 0).mean()),
-    }
-    if facts.load is not None:
-      places = (batch.segment_ids > 0).sum() * len(facts.load[0])
-      metrics["z_loss"] = float(facts.z_loss.sum() / places)
-      metrics["imbalance"] = float(
-        imbalance(jnp.asarray(facts.load.sum(axis=0))).max()
-      )
-    return metrics

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from composer_jax.models import LanguageModel
-from composer_jax.models.moe import balance
+from composer_jax.models.moe import Replay, Routing, balance
 from composer_jax.rl import objective as objective_lib
 from composer_jax.rl.objective import ObjectiveConfig, Streams
 from composer_jax.training.optimizer import grad_norm
@@ -29,6 +29,7 @@ class MicroBatch(NamedTuple):
   loss_mask: Bool[Array, "B S"]
   temperatures: Float[Array, "B S"]
   sampler_logprobs: Float[Array, "B S"]
+  routes: Int[Array, "B S L K"] | None
   advantages: Float[Array, "B S"]
   proximal_logprobs: Float[Array, "B S"]
 
@@ -42,16 +43,38 @@ class Facts(NamedTuple):
       differentiable.
     z_loss: of all routers, summed over tokens.
     load: tokens an expert and layer; None if there are none.
+    replay: what became of the routes; None if none were given.
   """
 
   logprobs: Float[Array, "B S"]
   entropy: Float[Array, "B S"]
   z_loss: Float[Array, ""]
   load: Int[Array, "L E"] | None
+  replay: "ReplayCounts | None"
+
+
+class ReplayCounts(NamedTuple):
+  """What became of a micro-batch's routes.
+
+  Attributes:
+    missing: tokens that had none.
+    routers: routers with a route: of every other token, one a layer.
+    flipped: of those, how many had chosen other experts.
+    replaced: experts that were too implausible to be replayed.
+  """
+
+  missing: Int[Array, ""]
+  routers: Int[Array, ""]
+  flipped: Int[Array, ""]
+  replaced: Int[Array, ""]
 
 
 def run(
-  model: LanguageModel, params: Any, balance_state: Any, batch: MicroBatch
+  model: LanguageModel,
+  params: Any,
+  balance_state: Any,
+  batch: MicroBatch,
+  min_ratio: float = 0.0,
 ) -> Facts:
   """The forward pass.
 
@@ -60,9 +83,18 @@ def run(
     params: in the compute dtype.
     balance_state: the routers' selection bias.
     batch: packed sequences.
+    min_ratio: see `models.moe.Replay`.
   """
+  replay = None
+  if batch.routes is not None:
+    replay = Replay(batch.routes.transpose(2, 0, 1, 3), min_ratio)
   out = model.apply(
-    params, balance_state, batch.tokens, batch.positions, batch.segment_ids
+    params,
+    balance_state,
+    batch.tokens,
+    batch.positions,
+    batch.segment_ids,
+    replay,
   )
   # As the sampler has it, operation by operation.
   logprobs = jax.nn.log_softmax(out.logits / batch.temperatures[..., None])
@@ -74,12 +106,27 @@ def run(
     entropy=jax.lax.stop_gradient(entropy),
     z_loss=jnp.zeros(()) if routing is None else routing.z_loss.sum(),
     load=None if routing is None else routing.load,
+    replay=replay and _count(replay, routing, batch.segment_ids > 0),
+  )
+
+
+def _count(
+  replay: Replay, routing: Routing, valid: Bool[Array, "B S"]
+) -> ReplayCounts:
+  routed = (replay.expert_ids >= 0) & valid[None, :, :, None]
+  routers = routed[..., 0]
+  return ReplayCounts(
+    missing=(valid & ~routers[0]).sum(),
+    routers=routers.sum(),
+    flipped=(routing.flipped > 0).sum(),
+    replaced=(routed & (routing.expert_ids != replay.expert_ids)).sum(),
   )
 
 
 def add_gradient(
   model: LanguageModel,
   objective: ObjectiveConfig,
+  min_ratio: float,
   params: Any,
   balance_state: Any,
   gradient: Any,
@@ -92,6 +139,7 @@ def add_gradient(
   Args:
     model: whose functions.
     objective: what to minimise.
+    min_ratio: see `models.moe.Replay`.
     params: the master weights.
     balance_state: the routers' selection bias.
     gradient: so far, float32.
@@ -101,7 +149,7 @@ def add_gradient(
   """
 
   def loss_fn(params):
-    facts = run(model, params, balance_state, batch)
+    facts = run(model, params, balance_state, batch, min_ratio)
     streams = Streams(
       loss_mask=batch.loss_mask,
       segment_ids=batch.segment_ids,
