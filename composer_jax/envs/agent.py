@@ -7,12 +7,13 @@ undumpable, none can read or change its memory or its pipes.
 
 Messages have two lengths (4 bytes, big-endian), a header and bytes. The header
 is marshalled from the host, which is trusted, and a JSON object to it. Modules
-that take milliseconds to import (json, signal, contextlib, pathlib) are
+that take milliseconds to import (json, ctypes, signal, contextlib, pathlib) are
 avoided, because sandboxes must start quickly. A command's processes end with
 it, whatever sessions or daemons they made.
 """
 
 # ruff: noqa: PTH103, PTH116, PTH120, PTH123, PTH208, SIM105
+import _ctypes
 import _signal
 import marshal
 import os
@@ -273,14 +274,13 @@ def _device(path):
 
 def _refuse_unless_alone():
   """Makes sure that `kill(-1)` can only reach this namespace."""
-  import ctypes  # Takes 3 ms.
-
   # The kernel's last resort takes a sandbox before the host's processes.
   with open("/proc/self/oom_score_adj", "w") as file:
     file.write("1000")
   if os.getpid() != 1:
     sys.exit("The agent must be process 1 of a PID namespace.")
-  if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0):  # PR_SET_DUMPABLE
+  prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")
+  if _ctypes.call_function(prctl, (4, 0, 0, 0, 0)):  # PR_SET_DUMPABLE
     sys.exit("The agent could not become undumpable.")
   _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
 

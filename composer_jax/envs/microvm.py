@@ -44,7 +44,7 @@ from pathlib import Path
 
 from composer_jax.envs import image, initramfs, qemu, seccomp
 from composer_jax.envs.sandbox import Limits, Sandbox, SandboxError
-from composer_jax.envs.start import UNPRIVILEGED, start, unprivileged
+from composer_jax.envs.start import UNPRIVILEGED, as_nobody, start
 
 _BOOTED = struct.pack(">II", 2, 0) + b"{}"
 # A machine that got hold of QEMU must not change the next one's memory.
@@ -165,17 +165,19 @@ class Microvm:
     with _file([]) as log, ours, theirs:
       inherited = [file.fileno() for file in (kernel, files, log, theirs)]
       process = subprocess.Popen(
-        [
-          *self._arguments(theirs, shared=True),
-          *("-kernel", _path(kernel), "-initrd", _path(files)),
-          *("-append", _COMMAND_LINE, "-serial", f"file:{_path(log)}"),
-        ],
+        as_nobody(
+          [
+            *self._arguments(theirs, shared=True),
+            *("-kernel", _path(kernel), "-initrd", _path(files)),
+            *("-append", _COMMAND_LINE, "-serial", f"file:{_path(log)}"),
+          ],
+          self._groups,
+        ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=(self._memory, *inherited),
         cwd="/",
-        **unprivileged(self._groups),
       )
       theirs.close()
       watchdog = threading.Timer(_BOOT_S, process.kill)
