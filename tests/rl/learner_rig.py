@@ -84,12 +84,12 @@ def make_groups(seed=0, groups=3, size=4, longest=20) -> list[Group]:
 
 
 @functools.cache
-def _build(optimizer, mesh_config, config) -> Learner:
+def _build(optimizer, mesh_config, learning_rate, config) -> Learner:
   """A learner without weights; compiles once for all tests of a process."""
   model = LanguageModel(MODEL)
   devices = jax.devices()[: 1 if mesh_config == ONE else None]
   settings = OptimizerConfig(
-    learning_rate=1e-3, schedule="constant", warmup_steps=0
+    learning_rate=learning_rate, schedule="constant", warmup_steps=0
   )
   optimizer = optimizer or make_optimizer(settings, model.param_specs, 100)
   return Learner(model, optimizer, config, make_mesh(mesh_config, devices))
@@ -100,13 +100,20 @@ ONE = MeshConfig()
 
 
 def make_learner(
-  *, optimizer=None, mesh=ONE, weights=0, anchor="policy", **changes
+  *,
+  optimizer=None,
+  mesh=ONE,
+  learning_rate=1e-3,
+  weights=0,
+  anchor="policy",
+  **changes,
 ) -> Learner:
   """A learner of weights by chance, on one device; one at a time of a kind.
 
   Args:
     optimizer: AdamW by default; `CAPTURE` keeps gradients.
     mesh: the mesh's sizes.
+    learning_rate: AdamW's.
     weights: another number, other weights.
     anchor: see `LearnerConfig`.
     changes: of the config.
@@ -115,7 +122,7 @@ def make_learner(
     **{"objective": ObjectiveConfig(), "shape": SHAPE, "budget": 100.0}
     | changes
   )
-  learner = _build(optimizer, mesh, config)
+  learner = _build(optimizer, mesh, learning_rate, config)
   # Nothing that is compiled depends on it.
   learner.config = dataclasses.replace(config, anchor=anchor)
   model = learner.model
