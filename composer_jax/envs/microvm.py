@@ -47,7 +47,7 @@ from composer_jax.envs.sandbox import Limits, Sandbox, SandboxError
 from composer_jax.envs.start import UNPRIVILEGED, as_nobody, start
 
 _BOOTED = struct.pack(">II", 2, 0) + b"{}"
-# A machine that got hold of QEMU must not change the next one's memory.
+# Whoever got hold of one QEMU must not change what the next one begins with.
 _SEALS = (
   fcntl.F_SEAL_WRITE
   | fcntl.F_SEAL_GROW
@@ -113,7 +113,7 @@ class Microvm:
     }
     self._memory = os.memfd_create("memory", os.MFD_ALLOW_SEALING)
     weakref.finalize(self, os.close, self._memory)
-    self._state = os.memfd_create("state")
+    self._state = os.memfd_create("state", os.MFD_ALLOW_SEALING)
     weakref.finalize(self, os.close, self._state)
     try:
       kernel, modules = initramfs.find_kernel(*map(Path, roots))
@@ -122,7 +122,8 @@ class Microvm:
         self._boot(kernel, files)
     except (OSError, ModuleNotFoundError) as error:
       raise SandboxError(str(error)) from error
-    fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
+    for file in (self._memory, self._state):
+      fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
 
   async def create(self, snapshot: bytes = b"") -> Sandbox:
     """See `Provider.create`."""

@@ -27,7 +27,9 @@ WORK = "/work"
 # What the host waits longer than the agent, which has the limits in hand; and
 # how fast an emulated machine takes in data at least.
 _GRACE_S = 15.0
-_BYTES_PER_S = 1e6
+_BYTES_PER_S = 2e5
+# Of an answer's header. Whoever has taken over an agent sends what they like.
+_HEAD_BYTES = 1 << 16
 _TAR = (
   *("tar", "--format=gnu", "--sort=name", "--mtime=@0"),
   *("--owner=0", "--group=0", "--numeric-owner", "-cf", "-"),
@@ -140,7 +142,7 @@ class Sandbox:
     Raises:
       SandboxError: it did not.
     """
-    await self._ask(setup, payload, 0.0)
+    await self._ask(setup, payload)
 
   @property
   def alive(self) -> bool:
@@ -186,7 +188,8 @@ class Sandbox:
         "limits": limits,
       },
       stdin,
-      limits["wall_s"],
+      wall_s=limits["wall_s"],
+      most=limits["output_bytes"],
     )
     if "error" in answer:
       raise SandboxError(f"A command could not be started: {answer['error']}")
@@ -205,7 +208,7 @@ class Sandbox:
       SandboxError: the sandbox failed.
     """
     request = {"op": "read", "path": _absolute(path), "max_bytes": max_bytes}
-    return await self._ask_file(request, b"")
+    return await self._ask_file(request, b"", most=max_bytes)
 
   async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
     """Writes a file, and the directories above it.
@@ -260,13 +263,13 @@ class Sandbox:
   async def __aexit__(self, *_) -> None:
     await self.destroy()
 
-  async def _ask_file(self, request, data):
-    answer, data = await self._ask(request, data, 0.0)
+  async def _ask_file(self, request, data, most=0):
+    answer, data = await self._ask(request, data, most=most)
     if "error" in answer:
       raise FileError(answer["error"])
     return data
 
-  async def _ask(self, request, data, wall_s):
+  async def _ask(self, request, data, *, wall_s=0.0, most=0):
     # The image's Python is this one, so both marshal alike.
     head = marshal.dumps(request)
     sizes = struct.pack(">II", len(head), len(data))
@@ -281,8 +284,10 @@ class Sandbox:
             await self._process.stdin.drain()
           read = self._process.stdout.readexactly
           head_size, data_size = struct.unpack(">II", await read(8))
+          if head_size > _HEAD_BYTES or data_size > most:
+            raise ValueError("more than was asked for")  # It isn't our agent.
           return json.loads(await read(head_size)), await read(data_size)
-      except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+      except (OSError, EOFError, ValueError) as error:  # TimeoutError, too.
         words = await self._last_words()
         raise SandboxError(
           f"The sandbox gave no answer ({type(error).__name__}). {words}"
