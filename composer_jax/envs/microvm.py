@@ -179,6 +179,7 @@ class Microvm:
         stderr=subprocess.PIPE,
         pass_fds=(self._memory, *inherited),
         cwd="/",
+        env={},
       )
       theirs.close()
       watchdog = threading.Timer(_BOOT_S, process.kill)
@@ -227,9 +228,14 @@ def _round_up(size):
 def _has_kvm() -> bool:
   """Whether KVM can be used, and by the processor's own means.
 
-  Without them (kvm_pvm, say) it would interpret the kernel: slower than QEMU.
+  Without them (kvm_pvm, say) it interprets the machine's kernel, more slowly
+  than QEMU does.
   """
   words = Path("/proc/cpuinfo").read_text().split()
-  return os.access("/dev/kvm", os.R_OK | os.W_OK) and (
-    "vmx" in words or "svm" in words
-  )
+  device = Path("/dev/kvm")
+  if not {"vmx", "svm"} & set(words) or not os.access(
+    device, os.R_OK | os.W_OK
+  ):
+    return False
+  # Root gives its group to QEMU, not itself.
+  return os.geteuid() != 0 or device.stat().st_mode & 0o060 == 0o060
