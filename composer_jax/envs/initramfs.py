@@ -28,8 +28,19 @@ _MODULES = (
 _PROGRAMS = (
   *("awk", "base64", "basename", "bash", "cat", "chmod", "cmp", "comm", "cp"),
   *("cut", "date", "dd", "df", "diff", "dirname", "du", "echo", "env", "expr"),
-  *("egrep", "false", "fgrep", "find", "fold", "grep", "gunzip", "gzip"),
-  *("head", "id", "install", "join", "kill", "link", "ln", "ls", "md5sum"),
+  *("egrep", "false", "fgrep", "find", "fold", "git", "grep", "gunzip", "gzip"),
+  *(
+    "head",
+    "id",
+    "install",
+    "join",
+    "kill",
+    "link",
+    "ln",
+    "ls",
+    "make",
+    "md5sum",
+  ),
   *("mkdir", "mkfifo", "mktemp", "mv", "nl", "nproc", "od", "patch", "paste"),
   *("pr", "printf", "pwd", "readlink", "realpath", "rev", "rm", "rmdir", "sed"),
   *("seq", "setsid", "sh", "sha256sum", "shuf", "sleep", "sort", "split"),
@@ -37,6 +48,7 @@ _PROGRAMS = (
   *("timeout", "touch", "tr", "true", "truncate", "tty", "uname", "uniq"),
   *("wc", "which", "whoami", "xargs", "yes", "zcat"),
 )
+_LOCALE = Path("/usr/lib/locale/C.utf8")
 _FOLDERS = ("dev/shm", "modules", "proc", "sys", "tmp", "work")
 # Device files that hold no memory; /dev/zero, mapped shared, is unlimited.
 _DEVICES = {
@@ -124,8 +136,9 @@ def _contents(image, modules):
   for name in ("bin", "sbin", "lib", "lib64"):
     if Path("/", name).is_symlink():
       contents[name] = Path("/", name)
-  if Path("/etc/ld.so.cache").exists():
-    contents["etc/ld.so.cache"] = Path("/etc/ld.so.cache")
+  for path in (Path("/etc/ld.so.cache"), *_LOCALE.rglob("*")):
+    if path.is_file():
+      contents[str(path)[1:]] = path
   return contents | programs
 
 

@@ -11,8 +11,8 @@ one provider can be continued under another.
 
 Inside, the agent and its commands are confined as under bubblewrap, see
 `guest.py`. Outside, QEMU runs under bubblewrap, as a user that owns nothing,
-with /usr and its copy of the machine. So code has to break the machine's
-kernel, then QEMU, then the host's kernel from a namespace of few system calls.
+with /usr and its copy of the machine; it may start no program. So code has to
+break the machine's kernel, then QEMU, then the host's kernel.
 
 What it does not protect from:
 
@@ -20,11 +20,13 @@ What it does not protect from:
   shared with whatever else the host runs. Without KVM (`accelerator="tcg"`) the
   processor is emulated, which QEMU's authors do not call a security boundary
   (https://www.qemu.org/docs/master/system/security.html); then bubblewrap is
-  what holds, and programs run some twenty times slower;
+  what holds, and programs run some fifty times slower;
 * one sandbox slowing another: there is no share of a core per machine;
 * memory that is promised twice: each machine may fill its own, and nothing
   keeps their sum below the host's;
 * sight of the host's processor, and of the time that things take;
+* sight of a kernel version and of what `initramfs.py` takes from the host's
+  /usr (which is less than bubblewrap shows: no compiler, no Perl);
 * guessing addresses: copies of one machine have the kernel and the agent where
   the others have them. Commands get addresses of their own.
 
