@@ -1,14 +1,16 @@
 r"""Reinforcement learning of the `tiny` model on drills, with two hosts.
 
-    python launch/demo.py --workdir=runs/demo      # what `make demo` does
-    python launch/train.py --config=configs/rl_tiny.py --workdir=runs/rl \
-        --config.init_from=runs/demo/midtrain/checkpoints \
-        --config.tokenizer=runs/demo/tokenizer.json
+    python launch/demo_rl.py --workdir=runs/rl     # with mid-training before it
+    python launch/train.py --config=configs/rl_tiny.py --workdir=runs/more \
+        --config.init_from=runs/rl/drills/checkpoints \
+        --config.tokenizer=runs/rl/tokenizer.json
 
-`init_from` must have been mid-trained on traces of drills, as `midtrain` does.
-Variants, after a colon:
+`init_from` must have been mid-trained on traces of drills. Variants, after a
+colon:
 
-    demo      what `make demo` runs.
+    midtrain  that mid-training, from a model that knows code: set init_from,
+              data.tokenizer and data.sources (a file that
+              `composer_jax.rl.drills.write_traces` wrote).
     runlocal  a few steps of everything from random weights, for a test; give it
               any tokenizer of at most 300 tokens.
 """
@@ -26,10 +28,13 @@ from composer_jax.rl.config import RlConfig
 from composer_jax.rl.objective import ObjectiveConfig
 from composer_jax.sharding import MeshConfig
 from composer_jax.training.optimizer import OptimizerConfig
+from configs import midtrain_tiny
 
 
 def get_config(variant: str = "") -> ConfigDict:
   """The config of a variant; see above."""
+  if variant == "midtrain":
+    return _midtrain()
   config = ConfigDict(
     dataclasses.asdict(
       RlConfig(
@@ -53,7 +58,7 @@ def get_config(variant: str = "") -> ConfigDict:
     )
   )
   match variant:
-    case "" | "demo":
+    case "":
       pass
     case "runlocal":
       config.update(num_steps=4, train_tasks=8, eval_tasks=4, max_rollouts=4)
@@ -65,5 +70,16 @@ def get_config(variant: str = "") -> ConfigDict:
       # So that random weights have something to be better at.
       config.rewards.weights = {"solved": 1.0, "length": 1.0}
     case _:
-      raise ValueError(f"no variant {variant!r}: choose demo or runlocal")
+      raise ValueError(f"no variant {variant!r}: choose midtrain or runlocal")
+  return config
+
+
+def _midtrain() -> ConfigDict:
+  config = midtrain_tiny.get_config()
+  config.update(num_steps=120, batch_size=32, eval_every=60, log_every=20)
+  config.update(eval_batches=2)
+  config.optimizer.update(learning_rate=3e-3, warmup_steps=10)
+  # A trace has some fifty tokens, and is like many others.
+  config.data.update(seq_len=64, fim_fraction=0.0, decontaminate=False)
+  config.data.update(near_duplicate_threshold=0.0)
   return config

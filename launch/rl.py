@@ -118,14 +118,14 @@ async def _rollouts(config, folder, name):
   )
   train, held_out = task_lib.load(config)
   tasks = train | held_out
-  dialect, chat = task_lib.speech(config, Tokenizer.load(config.tokenizer))
+  dialect, stops = task_lib.speech(config, Tokenizer.load(config.tokenizer))
   ready = folder / "ready"
   async with (
     aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
     SandboxPool(Bubblewrap(), size=min(4, config.max_rollouts)) as sandboxes,
   ):
     hosts = [
-      Host(client, ready / f"host-{i}", _MODEL, chat)
+      Host(client, ready / f"host-{i}", _MODEL, stops)
       for i in range(config.hosts)
     ]
     runner = Rollouts(

@@ -133,8 +133,12 @@ def _parse(text: str) -> tuple[str, str] | None:
 
 
 def traces(seed: int) -> Iterator[str]:
-  """Texts for mid-training, without end; the same for the same seed."""
-  rng = random.Random(seed)
+  """Texts for mid-training, without end; the same for the same seed.
+
+  Each ends with its number, which no rollout comes to see: equal ones would be
+  dropped as duplicates, and with them what the agent does most of the time.
+  """
+  rng, number = random.Random(seed), itertools.count()
   makers, shares = (_gold, _idle, _astray), (_GOLD_SHARE, _IDLE_SHARE)
   shares = (*shares, 1 - sum(shares))
   while True:
@@ -142,7 +146,8 @@ def traces(seed: int) -> Iterator[str]:
     for task in itertools.islice(candidates, _IN_TURN):
       if not _is_held_out(task):
         (make,) = rng.choices(makers, shares)
-        yield f"# Task: {task.prompt}\n" + "".join(make(task, rng))
+        lines = (f"# Task: {task.prompt}\n", *make(task, rng))
+        yield "".join(lines) + f"# {next(number)}\n"
 
 
 def write_traces(path: str | Path, seed: int, count: int) -> None:

@@ -24,7 +24,6 @@ from composer_jax.serving import (
   SamplingParams,
 )
 from composer_jax.serving.arrays import unpack
-from composer_jax.serving.chat import ChatFormat
 from composer_jax.serving.pieces import whole
 from composer_jax.serving.text import TextReader
 
@@ -74,6 +73,19 @@ class Sampled:
 
 
 @runtime_checkable
+class Stops(Protocol):
+  """What ends a reply; a `composer_jax.serving.chat.ChatFormat` is one.
+
+  Attributes:
+    stop: strings that do.
+    stop_ids: tokens that do.
+  """
+
+  stop: tuple[str, ...]
+  stop_ids: tuple[int, ...]
+
+
+@runtime_checkable
 class Endpoint(Protocol):
   """An engine.
 
@@ -113,7 +125,7 @@ class LocalEndpoint:
   def __init__(
     self,
     front: AsyncEngine,
-    chat: ChatFormat,
+    chat: Stops,
     spellings: Sequence[bytes],
     name: str = "the engine",
   ):
@@ -121,7 +133,7 @@ class LocalEndpoint:
 
     Args:
       front: the engine.
-      chat: whose `stop_ids` and `stop` end a reply.
+      chat: what ends a reply.
       spellings: the bytes of each token, as `Tokenizer.spellings`.
       name: for messages.
     """
@@ -182,7 +194,7 @@ class LocalEndpoint:
 class HttpEndpoint:
   """A server of `composer_jax.serving.server`, asked for `/v1/completions`."""
 
-  def __init__(self, client: Any, url: str, model: str, chat: ChatFormat):
+  def __init__(self, client: Any, url: str, model: str, chat: Stops):
     """Names a server.
 
     Args:
@@ -190,7 +202,7 @@ class HttpEndpoint:
         Its limit of 100 connections counts, too: `TCPConnector(limit=0)`.
       url: of the server, as `http://host:port`.
       model: its name there.
-      chat: whose `stop_ids` and `stop` end a reply.
+      chat: what ends a reply.
     """
     self.name = url
     self._client = client

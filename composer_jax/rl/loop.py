@@ -117,6 +117,7 @@ def learn(config: RlConfig, workdir: str | os.PathLike) -> bool:
         with split.phase("wait"):
           batch = desk.wait_for(desk.batch, "waiting")
         if batch is None:
+          learner.save(checkpoints, examiner.meta())
           break
         desk.tell("training")
         with split.phase("train"):

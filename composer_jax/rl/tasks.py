@@ -1,13 +1,14 @@
 """The tasks that a run trains and is tested on, and how its policy is told."""
 
 import itertools
-from typing import Any
 
 from composer_jax.data import Tokenizer
 from composer_jax.envs import tasks as task_lib
+from composer_jax.envs.harness import Dialect
 from composer_jax.envs.tasks import Task
 from composer_jax.rl.config import RlConfig
 from composer_jax.rl.drills import DrillDialect, drills
+from composer_jax.rl.endpoints import Stops
 from composer_jax.serving.chat import HermesFormat
 from composer_jax.serving.dialect import ChatDialect
 
@@ -41,8 +42,8 @@ def load(config: RlConfig) -> tuple[dict[str, Task], dict[str, Task]]:
   return {t.task_id: t for t in train}, {t.task_id: t for t in held_out}
 
 
-def speech(config: RlConfig, tokenizer: Tokenizer) -> tuple[Any, Any]:
-  """The harness's dialect, and what endpoints must know of it to stop."""
+def speech(config: RlConfig, tokenizer: Tokenizer) -> tuple[Dialect, Stops]:
+  """The harness's dialect, and what ends a reply in it."""
   if config.dialect == "drill":
     dialect = DrillDialect(tokenizer)
     return dialect, dialect

@@ -18,7 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_jax.rl.endpoints import HttpEndpoint, Sampled, ServerError
+from composer_jax.rl.endpoints import (
+  HttpEndpoint,
+  Sampled,
+  ServerError,
+  Stops,
+)
 from composer_jax.rl.rollout import Play, Rollouts
 from composer_jax.rl.spool import Claim, Spool
 from composer_jax.rl.trajectory import Group, Sampling, Trajectory
@@ -38,19 +43,19 @@ class Host:
     version: that it served when last asked; None while it is down.
   """
 
-  def __init__(self, client: Any, address: Path, model: str, chat: Any):
+  def __init__(self, client: Any, address: Path, model: str, stops: Stops):
     """Names a host.
 
     Args:
       client: an `aiohttp.ClientSession`.
       address: a file with its URL, which isn't there while it is down.
       model: its name there.
-      chat: whose `stop_ids` and `stop` end a reply.
+      stops: what ends a reply.
     """
     self.name = address.stem
     self.version: int | None = None
     self._client, self._address = client, address
-    self._model, self._chat = model, chat
+    self._model, self._stops = model, stops
 
   async def sample(
     self,
@@ -75,7 +80,7 @@ class Host:
       url = self._address.read_text()
     except FileNotFoundError:
       raise ServerError(f"{self.name} is down") from None
-    return HttpEndpoint(self._client, url, self._model, self._chat)
+    return HttpEndpoint(self._client, url, self._model, self._stops)
 
   async def look(self) -> None:
     """Asks which version it serves."""
@@ -182,19 +187,32 @@ class Worker:
     try:
       with claim:
         began = time.monotonic()
-        await at_least(self._hosts, claim.ticket.version)
+        served = asyncio.create_task(
+          at_least(self._hosts, claim.ticket.version)
+        )
+        await self._while_wanted(claim, [served])
         self.times.weights += time.monotonic() - began
+        if served.cancelled():
+          return
         async with asyncio.TaskGroup() as tasks:
           playing = [
             tasks.create_task(self._play(claim, number)) for number in missing
           ]
-          while not all(task.done() for task in playing):
-            await asyncio.wait(playing, timeout=_POLL_S)
-            if not claim.wanted:
-              for task in playing:
-                task.cancel()
+          await self._while_wanted(claim, playing)
     finally:
       self._running -= len(missing)
+
+  async def _while_wanted(self, claim: Claim, tasks: list[asyncio.Task]):
+    """Waits for tasks; cancels them once nobody wants the ticket."""
+    try:
+      while not all(task.done() for task in tasks):
+        await asyncio.wait(tasks, timeout=_POLL_S)
+        if not claim.wanted:
+          break
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.wait(tasks)
 
   async def _play(self, claim: Claim, number: int) -> None:
     ticket = claim.ticket
