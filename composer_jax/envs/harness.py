@@ -155,7 +155,7 @@ async def run(
   if len(ids) >= budget.tokens:
     raise ValueError(
       f"The prompt has {len(ids)} tokens and the budget is {budget.tokens}:"
-      " raise Budget.tokens, or leave the task out."
+      " raise Budget.tokens (and the server's max_len), or leave the task out."
     )
   samples: list[tuple[int, Any]] = []
   calls = bad_calls = 0

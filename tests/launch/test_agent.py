@@ -346,6 +346,15 @@ def test_mistakes_get_a_sentence(tmp_path, capsys, flags, code, message):
   assert message in error and error.count("\n") == 1
 
 
+def test_a_server_for_short_texts_only(tmp_path, capsys):
+  with in_a_thread(FakeServer(max_len=100)) as server:
+    flags = [f"--server={server.url}", f"--folder={tmp_path}", "--task=x"]
+    with pytest.raises(SystemExit) as caught:
+      agent.main(flags, Person())
+  assert caught.value.code == 2
+  assert "the budget is 100" in capsys.readouterr().err
+
+
 def test_a_server_that_fails_is_told_in_a_sentence(tmp_path, capsys):
   class Refuses(FakeServer):
     async def _answer(self, request, body):

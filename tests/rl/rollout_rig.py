@@ -76,11 +76,14 @@ class FakeServer:
     peak: requests at the same time.
   """
 
-  def __init__(self, *script, replies=(), version=7, delay_s=0.0):
+  def __init__(
+    self, *script, replies=(), version=7, delay_s=0.0, max_len=1 << 16
+  ):
     self.script = list(script)
     self.replies = replies
     self.version = version
     self.delay_s = delay_s
+    self.max_len = max_len
     self.bodies, self.times, self.answered = [], [], []
     self.cancelled = self.peak = self.busy = 0
 
@@ -109,9 +112,8 @@ class FakeServer:
 
   async def _models(self, request):
     del request
-    return web.json_response(
-      {"data": [{"id": "fake", "max_model_len": 1 << 16}]}
-    )
+    model = {"id": "fake", "max_model_len": self.max_len}
+    return web.json_response({"data": [model]})
 
   async def _tokenizer(self, request):
     del request
