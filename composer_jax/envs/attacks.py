@@ -176,6 +176,22 @@ except OSError: print("denied")
     ),
     _denied,
   ),
+  "devices": Attack(
+    _try(
+      "open('/dev/agent', 'r+b')",  # A microVM's port to its host.
+      "open('/dev/console', 'w')",
+      "open('/dev/kvm', 'r+b')",
+      "open('/dev/mem', 'rb')",
+      "open('/proc/kcore', 'rb')",
+      "open('/proc/kmsg', 'rb')",
+      "os.mknod('/work/memory', 0o20600, os.makedev(1, 1))",
+      "call(172, 3)",  # iopl
+      "call(173, 0, 16, 1)",  # ioperm
+      "call(313, 0, b'', 0)",  # finit_module
+      before=_LIBC,
+    ),
+    _denied,
+  ),
   "other_processes": Attack(
     """
 import os

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.sandbox
 
 # An emulated processor, on a busy machine.
 SLOWER = 60
-QUICK_ATTACKS = ("memory_many_processes", "host_files", "more_privileges")
+QUICK_ATTACKS = ("devices", "host_files", "memory_many_processes")
 
 
 @pytest.fixture(scope="module")
