@@ -127,13 +127,14 @@ class Watch:
     ]
     lines = journal.read(self._workdir / "steps.jsonl")
     counts = learner.get("counts", {})
+    shown = f"{solved[-1]:.0%}" if solved else "-"
     return Group(
       Text(
         f"step {learner.get('step', 0)} of {learner.get('steps', '?')};"
         f" groups: {learner.get('outstanding', 0)} on their way,"
         f" {learner.get('complete', 0)} complete"
       ),
-      Text(f"solved    {bars(solved[-60:])} {solved[-1:] or '-'}"),
+      Text(f"solved    {bars(solved[-60:])} {shown}"),
       Text(f"staleness {_lags(lines)}"),
       Text(f"discarded {_discarded(counts)}"),
       table,
