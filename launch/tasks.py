@@ -24,19 +24,23 @@ import time
 
 from absl import app, flags
 
+from composer_jax.data.decontaminate import humaneval as problems
 from composer_jax.envs.bubblewrap import Bubblewrap
 from composer_jax.envs.harness import Budget
 from composer_jax.envs.rewards import RewardConfig
 from composer_jax.envs.sandbox import Limits, SandboxError
 from composer_jax.envs.tasks import (
   Images,
+  humaneval,
   implement,
   load,
   micro,
+  puzzles,
   repair,
   save,
   scripted,
   sources,
+  suites,
 )
 from composer_jax.envs.tasks.validate import build
 
@@ -56,6 +60,10 @@ _REQUIRE = flags.DEFINE_multi_string(
 )
 _DEPENDENCIES = flags.DEFINE_bool(
   "dependencies", True, "Whether images get what sources declare."
+)
+_PUZZLES = flags.DEFINE_integer("puzzles", 4, "Of a dataset.")
+_SUITE = flags.DEFINE_bool(
+  "suite", True, "Whether a source's own tests make tasks, too."
 )
 _CHUNK = 512
 _DRILLS = 500
@@ -78,7 +86,7 @@ def main(argv) -> None:
     )
   try:
     sys.exit(verb())
-  except (FileNotFoundError, ModuleNotFoundError) as error:
+  except (FileNotFoundError, ImportError) as error:
     sys.exit(str(error))
   except (SandboxError, ValueError) as error:
     sys.exit(str(error))
@@ -90,7 +98,9 @@ def _build() -> int:
   for place in _FROM.value:
     began = time.monotonic()
     kept, others = 0, collections.Counter()
-    candidates = itertools.islice(_candidates(place), _COUNT.value or None)
+    candidates = itertools.islice(
+      _candidates(place, provider), _COUNT.value or None
+    )
     for chunk in itertools.batched(candidates, _CHUNK):
       more, counts = asyncio.run(build(provider, chunk, _LANES.value))
       save(_OUT.value, more, append=total > 0)
@@ -113,14 +123,25 @@ def _said(dropped) -> str:
   return f"{dropped.total()} dropped" + "".join(f"; {r}" for r in reasons)
 
 
-def _candidates(place):
-  if place == "micro":
+def _candidates(place, provider):
+  kind, _, name = place.partition(":")
+  if kind == "micro":
     drills = micro.generate(_SEED.value)
     yield from itertools.islice(drills, _COUNT.value or _DRILLS)
-    return
-  source = sources.find(place, _REQUIRE.value, _DEPENDENCIES.value)
-  yield from repair.generate(source, _SEED.value, _FAULTS.value)
-  yield from implement.generate(source)
+  elif kind == "humaneval":
+    yield from humaneval.generate(problems())
+  elif kind == "puzzles":
+    names = [name] if name else []
+    made = puzzles.generate(provider, names, _PUZZLES.value, _SEED.value)
+    yield from asyncio.run(made)
+  else:
+    source = sources.find(place, _REQUIRE.value, _DEPENDENCIES.value)
+    yield from repair.generate(source, _SEED.value, _FAULTS.value)
+    yield from implement.generate(source)
+    if source.tests and _SUITE.value:
+      tested = asyncio.run(suites.survey(provider, source, _LANES.value))
+      print(f"{place}: its own tests: {dict(tested.counts)}", file=sys.stderr)
+      yield from suites.generate(tested, _SEED.value, _FAULTS.value)
 
 
 def _check() -> int:

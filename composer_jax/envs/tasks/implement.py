@@ -3,6 +3,7 @@
 The body is taken out; signature, docstring and the rest of the package stay.
 """
 
+import ast
 from collections.abc import Iterator
 
 from composer_jax.envs.tasks.examples import documented
@@ -32,12 +33,16 @@ def prompt(name: str, path: str) -> str:
 
 
 def emptied(source: str, function: Function) -> str | None:
-  """A file without a function's body; None if there is none to take out.
+  """A file without a function's body.
+
+  None if there is none, or no docstring that says what to write.
 
   Args:
     source: of the file.
-    function: in `ast.parse(source)`, with a docstring.
+    function: in `ast.parse(source)`.
   """
+  if not ast.get_docstring(function):
+    return None
   docstring, *body = function.body
   if not body or body[0].lineno == docstring.end_lineno:
     return None

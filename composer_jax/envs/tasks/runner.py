@@ -43,28 +43,36 @@ def main():
 def _warm(jobs):
   """Compiles what jobs import, and imports what isn't the repository's."""
   sys.pycache_prefix = "/tmp/pycache"
-  parts = {}
-  for job in jobs:
-    for part in _PARTS[job["kind"]](job):
-      parts[part] = job
+  suites = [job for job in jobs if job["kind"] == "suite"]
+  nodes = dict.fromkeys(node for job in suites for node in job["nodes"])
+  files = dict.fromkeys(node.split("::")[0] for node in nodes)
+  modules = {(job["kind"], job.get("module")): job for job in jobs}
+  works = [lambda job=job: _entered(job) for job in modules.values()]
+  if suites:
+    works.append(lambda: _pytest(suites[0], [*files, "--collect-only"]))
   names = []
-  for part, job in parts.items():
+  for work in works:
 
-    def imported(part=part, job=job):
+    def imported(work=work):
       sys.dont_write_bytecode = False
       with contextlib.suppress(BaseException):
-        if job["kind"] == "suite":
-          _pytest(job, [part, "--collect-only"])
-        else:
-          _enter(job)
-          importlib.import_module(part)
+        work()
       return [n for n, m in list(sys.modules.items()) if not _inside(m)]
 
-    names += json.loads(_apart(imported, job["wall_s"]) or "[]")
+    names += json.loads(_apart(imported, jobs[0]["wall_s"]) or "[]")
   for name in dict.fromkeys(names):
     # A module may only work where the repository can be imported, too.
     with contextlib.suppress(BaseException):
       importlib.import_module(name)
+
+
+def _entered(job):
+  """Imports what a job will import first."""
+  if job["kind"] == "probe" and job["module"]:
+    _enter(job)
+    importlib.import_module(job["module"])
+  elif job["kind"] == "score":
+    importlib.import_module("reasoning_gym")
 
 
 def _inside(module):
@@ -270,7 +278,9 @@ def _pytest(job, arguments, *plugins):
   pytest.main(
     [
       *("-q", "-c", settings, "--rootdir", WORK, "--import-mode=append"),
-      *("-p", "no:cacheprovider", "-W", "ignore", *arguments),
+      *("--assert=plain", "-W", "ignore", "-p", "no:cacheprovider"),
+      # Collects garbage, which takes longer than most tests.
+      *("-p", "no:unraisableexception", *arguments),
     ],
     plugins=plugins,
   )
@@ -311,12 +321,6 @@ def _score(job):
 
 
 _KINDS = {"probe": _probe, "suite": _suite, "score": _score}
-# What is worth importing once before many jobs.
-_PARTS = {
-  "probe": lambda job: [job["module"]] if job["module"] else [],
-  "suite": lambda job: [node.split("::")[0] for node in job["nodes"]],
-  "score": lambda job: ["reasoning_gym"],
-}
 
 if __name__ == "__main__":
   main()

@@ -21,41 +21,50 @@ from composer_jax.envs.tasks import trees
 from composer_jax.envs.tasks.requirements import closure, download
 
 _MAX_TREE_BYTES = 48 << 20
-# Pure modules with tests of their own that pytest and `runner.py` do without.
+# Modules with tests of their own that pytest and `runner.py` do without.
 _STDLIB = (
-  "bisect",
-  "cmd",
-  "code",
-  "codeop",
+  "chunk",
   "colorsys",
   "configparser",
-  "csv",
   "filecmp",
   "fileinput",
+  "fractions",
   "getopt",
   "graphlib",
-  "html",
+  "gzip",
+  "hmac",
+  "imghdr",
   "mailbox",
   "mailcap",
   "mimetypes",
+  "modulefinder",
   "netrc",
   "optparse",
   "pickletools",
+  "pipes",
   "plistlib",
+  "pstats",
   "pyclbr",
-  "quopri",
   "rlcompleter",
   "sched",
+  "secrets",
   "shelve",
+  "sndhdr",
   "statistics",
   "stringprep",
+  "sunau",
+  "symtable",
   "tabnanny",
   "timeit",
+  "tomllib",
   "trace",
+  "uu",
   "wave",
   "wsgiref",
+  "xdrlib",
   "xmlrpc",
   "zipapp",
+  "zoneinfo",
 )
 
 
@@ -213,8 +222,8 @@ def _standard_library() -> Source:
     )
   patterns = ["test/__init__.py", "test/support/**/*"]
   for module in _STDLIB:
-    patterns += [f"{module}.py", f"{module}/**/*", f"test/test_{module}*"]
-    patterns.append(f"test/test_{module}*/**/*")
+    patterns += [f"{module}.py", f"{module}/**/*"]
+    patterns += [f"test/test_{module}.py", f"test/test_{module}/**/*"]
   found = {}
   for file in (file for p in patterns for file in library.glob(p)):
     path = file.relative_to(library).as_posix()
