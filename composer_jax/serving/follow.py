@@ -107,7 +107,8 @@ class Follower:
     Args:
       verb: "follow" goes for the newest version again; "pin" goes to one and
         stays; "roll_back" goes to the one that served before and stays; "skip"
-        never serves one again; "status" and "digest" change nothing.
+        never serves one again, and is refused where no other could serve;
+        "status" and "digest" change nothing.
       version: which, to pin or to skip.
 
     Returns:
@@ -202,6 +203,7 @@ class Follower:
       case "pin":
         self._subscriber.pin(version)
       case "skip":
+        self._check_skip(version)
         self._subscriber.skip(version)
       case "roll_back":
         self._subscriber.roll_back()
@@ -216,6 +218,20 @@ class Follower:
     self._refused = None
     self._update()
     return self.status()
+
+  def _check_skip(self, version):
+    """Refuses to skip what would go on serving all the same."""
+    if version == self._subscriber.pinned:
+      raise ValueError(
+        f"version {version} is pinned: pin another first, or follow."
+      )
+    chain = self._subscriber.chain
+    chain.refresh()
+    if not chain.versions.keys() - self._subscriber.skipped - {version}:
+      raise ValueError(
+        f"version {version} is the last that isn't skipped: publish another"
+        " first."
+      )
 
   def _update(self):
     try:

@@ -10,8 +10,7 @@
     POST /v1/completions, /v1/chat/completions   see `api_request`
     GET  /health      200 while it serves, else 503
     GET  /metrics     for Prometheus
-    GET  /admin/weights           what is served; with ?digest=1 its bits' hash
-    POST /admin/weights/VERB      follow, pin, roll_back, skip: see `follow`
+    GET, POST /admin/...          which weights are served: see `admin`
 
 What is refused is refused before it costs memory: connections beyond a number,
 bodies beyond a size, requests beyond the engine's queue (429: try again). A
@@ -24,9 +23,7 @@ proxy before it there.
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -35,36 +32,26 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from composer_jax.data import Tokenizer
+from composer_jax.serving.admin import Admin
 from composer_jax.serving.api_request import (
   BadRequestError,
   Call,
   chat_call,
   completion_call,
 )
-from composer_jax.serving.api_response import Answer, error_object, model_object
+from composer_jax.serving.api_response import Answer, model_object
 from composer_jax.serving.chat import ChatFormat, HermesFormat
-from composer_jax.serving.follow import VERBS, Follower
+from composer_jax.serving.follow import Follower
 from composer_jax.serving.front import AsyncEngine
+from composer_jax.serving.http_io import HttpError, as_http_error, read_json
 from composer_jax.serving.metrics import Metrics
 from composer_jax.serving.pieces import Piece, pieces, whole
 from composer_jax.serving.text import TextReader
 from composer_jax.serving.types import (
   EngineError,
-  OverloadedError,
   Request,
-  RequestError,
   SamplingParams,
-  StoppedError,
 )
-from composer_jax.shipping import ChainError, StoreError
-
-_log = logging.getLogger(__name__)
-_KINDS = {
-  400: "invalid_request_error",
-  401: "authentication_error",
-  404: "not_found_error",
-  429: "rate_limit_error",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,25 +104,6 @@ class ServerConfig:
       raise ValueError(f"port={self.port} must be at most 65535.")
 
 
-class _HttpError(Exception):
-  """An answer that isn't the one asked for.
-
-  Attributes:
-    status: of HTTP.
-    body: an error object.
-    headers: beside.
-  """
-
-  def __init__(self, status: int, message: str, *, param=None, code=None):
-    super().__init__(message)
-    kind = _KINDS.get(
-      status, "invalid_request_error" if status < 500 else "server_error"
-    )
-    self.status = status
-    self.body = error_object(message, kind, param, code)
-    self.headers = {"Retry-After": "1"} if status in (429, 503) else {}
-
-
 class Server:
   """Serves one engine on one event loop.
 
@@ -172,7 +140,9 @@ class Server:
     self._front = front
     self._tokenizer = tokenizer
     self._chat = chat_format or HermesFormat(tokenizer)
-    self._admin_key = admin_key.encode()
+    self._admin = Admin(
+      lambda: self.follower, admin_key, self.config.read_timeout_s
+    )
     self._started = int(time.time())
     self._listener: asyncio.Server | None = None
     self._runner = web.AppRunner(
@@ -231,8 +201,7 @@ class Server:
         web.post("/v1/chat/completions", self._chat_completions),
         web.get("/health", self._health),
         web.get("/metrics", self._metrics),
-        web.get("/admin/weights", self._weights),
-        web.post("/admin/weights/{verb}", self._order),
+        *self._admin.routes(),
       ]
     )
     return app
@@ -250,7 +219,7 @@ class Server:
       response = await handler(request)
       status = response.status
     except Exception as error:
-      failure = _as_http_error(error)
+      failure = as_http_error(error)
       status = failure.status
       response = web.json_response(
         failure.body, status=status, headers=failure.headers
@@ -299,13 +268,13 @@ class Server:
   # ---- Completions -----------------------------------------------------------
 
   async def _completions(self, request: web.Request) -> web.StreamResponse:
-    call = completion_call(await self._body(request))
+    call = completion_call(await read_json(request, self.config.read_timeout_s))
     self._check_call(call)
     ids = await asyncio.to_thread(self._prompt_ids, call.prompts)
     return await self._answer(request, call, ids, chat=False)
 
   async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-    call = chat_call(await self._body(request))
+    call = chat_call(await read_json(request, self.config.read_timeout_s))
     self._check_call(call)
     # Beside the event loop: it may be much to tokenise.
     ids = await asyncio.to_thread(self._chat.prompt, call.messages, call.tools)
@@ -415,7 +384,8 @@ class Server:
       try:
         async for piece in parts:
           if not response.prepared:
-            await response.prepare(request)
+            async with self._writing(request):
+              await response.prepare(request)
           if piece.end:
             ends[piece.choice] = piece.end
             self.metrics.completion(piece.end)
@@ -429,9 +399,10 @@ class Server:
       except EngineError as error:
         if not response.prepared:
           raise
-        body = json.dumps(_as_http_error(error).body)
+        body = json.dumps(as_http_error(error).body)
         await self._send(request, response, body)
-    await response.write_eof()
+    async with self._writing(request):
+      await response.write_eof()
     return response
 
   async def _send(
@@ -442,7 +413,7 @@ class Server:
 
   @contextlib.asynccontextmanager
   async def _writing(self, request: web.Request) -> AsyncIterator[None]:
-    """Gives up on a client that doesn't read."""
+    """Gives up on a client that doesn't read, or has gone away."""
     try:
       async with asyncio.timeout(self.config.write_timeout_s):
         yield
@@ -452,24 +423,9 @@ class Server:
       # As if it had gone away; there is nobody to tell.
       raise asyncio.CancelledError from None
 
-  async def _body(self, request: web.Request) -> Any:
-    try:
-      async with asyncio.timeout(self.config.read_timeout_s):
-        raw = await request.read()
-    except TimeoutError:
-      raise _HttpError(408, "The body took too long to arrive.") from None
-    except web.RequestPayloadError:
-      raise BadRequestError(
-        "The body isn't encoded as its headers say."
-      ) from None
-    try:
-      return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-      raise BadRequestError(f"The body isn't JSON: {error}.") from None
-
   def _check_model(self, name: str) -> None:
     if name != self.config.model:
-      raise _HttpError(
+      raise HttpError(
         404,
         f"There is no model {name!r:.80}: this server has"
         f" {self.config.model!r}.",
@@ -477,57 +433,12 @@ class Server:
         code="model_not_found",
       )
 
-  # ---- Weights ---------------------------------------------------------------
-
-  async def _weights(self, request: web.Request) -> web.Response:
-    follower = self._admin(request)
-    verb = "digest" if request.query.get("digest") else "status"
-    return web.json_response(await _ordered(follower, verb, None))
-
-  async def _order(self, request: web.Request) -> web.Response:
-    follower = self._admin(request)
-    verb, version = request.match_info["verb"], None
-    if verb not in VERBS:
-      raise _HttpError(
-        404, f"There is no {verb!r:.40}: use {', '.join(VERBS)}."
-      )
-    if verb in ("pin", "skip"):
-      body = await self._body(request)
-      version = body.get("version") if isinstance(body, dict) else None
-      if type(version) is not int:
-        raise BadRequestError(
-          f'{verb} needs a body of {{"version": an integer}}.', "version"
-        )
-    status = await _ordered(follower, verb, version)
-    _log.info("Weights: %s %s, now %s", verb, version, status["version"])
-    return web.json_response(status)
-
-  def _admin(self, request: web.Request) -> Follower:
-    """The follower, for those who have the key."""
-    if not self._admin_key:
-      raise _HttpError(
-        404, "There is no /admin here: the server was started without a key."
-      )
-    # What isn't UTF-8 comes as surrogates.
-    given = request.headers.get("Authorization", "").encode(
-      errors="surrogateescape"
-    )
-    # In a time that doesn't depend on where they differ.
-    if not hmac.compare_digest(given, b"Bearer " + self._admin_key):
-      raise _HttpError(
-        401,
-        "The admin key is missing or wrong: send Authorization: Bearer KEY.",
-      )
-    if self.follower is None:
-      raise _HttpError(409, "This server's weights are fixed: it has no store.")
-    return self.follower
-
 
 class _Refusal(asyncio.Protocol):
   """Answers a connection that is one too many, and closes it."""
 
   def connection_made(self, transport: asyncio.BaseTransport) -> None:
-    error = _HttpError(503, "Too many connections: try again later.")
+    error = HttpError(503, "Too many connections: try again later.")
     body = json.dumps(error.body).encode()
     assert isinstance(transport, asyncio.Transport)
     transport.write(
@@ -536,45 +447,6 @@ class _Refusal(asyncio.Protocol):
       % (len(body), body)
     )
     transport.close()
-
-
-def _as_http_error(error: Exception) -> _HttpError:
-  match error:
-    case _HttpError():
-      return error
-    case web.HTTPRequestEntityTooLarge():
-      return _HttpError(
-        413, "The body is larger than this server takes: shorten the prompt."
-      )
-    case web.HTTPException():
-      failure = _HttpError(error.status, f"{error.reason}.")
-      if "Allow" in error.headers:
-        failure.headers["Allow"] = error.headers["Allow"]
-      return failure
-    case BadRequestError():
-      return _HttpError(400, str(error), param=error.param, code=error.code)
-    case RequestError():
-      return _HttpError(400, str(error))
-    case OverloadedError():
-      return _HttpError(429, str(error), code="queue_full")
-    case StoppedError():
-      return _HttpError(503, str(error))
-    case EngineError():
-      return _HttpError(500, str(error))
-    case _:
-      _log.error("A request failed", exc_info=error)
-      return _HttpError(500, "The server failed; its log says why.")
-
-
-async def _ordered(
-  follower: Follower, verb: str, version: int | None
-) -> dict[str, Any]:
-  try:
-    return await asyncio.wrap_future(follower.order(verb, version))
-  except StoppedError:
-    raise
-  except (ChainError, StoreError, EngineError, ValueError) as error:
-    raise _HttpError(409, f"{verb} failed: {error}") from error
 
 
 async def _all_of(coroutines: list) -> list[Piece]:

@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import socket
 import threading
 import time
 
 import pytest
+from aiohttp import web
 from serving_rig import ENGINE, NAME, call, serving, wait_until
 
 from composer_jax.serving.server import ServerConfig
@@ -104,6 +106,30 @@ def test_a_client_that_stops_reading_is_cut(rig, stream, monkeypatch):
     assert cancelled(rig) == before + 1
   text = rig.request("GET", "/metrics")[2].decode()
   assert 'route="/v1/completions",status="499"' in text
+
+
+@pytest.mark.parametrize("write", ["prepare", "write_eof"])
+def test_a_client_gone_before_a_write_is_no_failure(
+  rig, write, monkeypatch, caplog
+):
+  """Its connection closes, but the handler hasn't been cancelled yet."""
+  original, met = getattr(web.StreamResponse, write), []
+
+  async def late(response, *arguments):
+    if response.content_type == "text/event-stream":
+      for connection in rig.server._runner.server.connections:
+        connection.transport.abort()
+        met.append(write)
+    return await original(response, *arguments)
+
+  monkeypatch.setattr(web.StreamResponse, write, late)
+  with connected(rig) as client:
+    client.sendall(post(LONG | {"stream": True, "max_tokens": 2}))
+    read_all(client)
+  wait_until(lambda: not rig.server._runner.server.connections)
+  wait_until(lambda: not rig.engine.busy)
+  assert met == [write]
+  assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 def test_a_client_that_reads_slowly_gets_all(rig):

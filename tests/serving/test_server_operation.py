@@ -149,6 +149,15 @@ def test_follows_pins_rolls_back_and_survives_what_does_not_fit(rig, tmp_path):
       assert "version 99 is not in the chain" in body["error"]["message"]
       status, body = order("skip", version=second)
       assert (status, body["version"]) == (200, first)
+      status, body = order("skip", version=first)
+      assert (status, rig.engine.version) == (409, first)
+      assert "publish another first" in body["error"]["message"]
+      order("pin", version=first)
+      status, body = order("skip", version=first)
+      assert (status, rig.engine.version) == (409, first)
+      assert "pin another first" in body["error"]["message"]
+      status, body = order("follow")
+      assert (body["version"], body["skipped"]) == (first, [second])
       publisher.publish({"x": jnp.zeros(3)}).result()
       wait_until(lambda: follower.failures)
       status, body = rig.json("GET", "/health")
