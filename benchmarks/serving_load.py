@@ -24,16 +24,13 @@ backwards (of versions), control.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import json
-import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -41,6 +38,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import arguments, report
+from benchmarks.serve_process import metrics, serving
 from benchmarks.serving_check import Answer, Check
 from composer_jax.data import Tokenizer
 from composer_jax.models import PRESETS, LanguageModel
@@ -48,7 +46,6 @@ from composer_jax.serving import Weights, serving_weights
 from composer_jax.serving.arrays import unpack
 from composer_jax.shipping import Publisher, open_store
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_LEN = 1024
 TEMPERATURE = 0.8
 
@@ -125,9 +122,9 @@ def measure(load: Load, folder: Path, *, prefix_sharing: bool) -> dict:
       published[version] = tree
       return version
 
-    with _server(flags) as url:
+    with serving(flags) as url:
       sessions, failed, seconds = asyncio.run(_load(url, load, publish))
-      counts = _metrics(url)
+      counts = metrics(url)
   check = Check(model, published, temperature=TEMPERATURE, max_len=MAX_LEN)
   answers = [answer for session in sessions for answer in session]
   tokens = sum(len(answer.token_ids) for answer in answers)
@@ -164,28 +161,6 @@ def _weights(model: LanguageModel, seed: int) -> Weights:
 
 
 # ---- Asking ------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _server(flags: list[str]) -> Iterator[str]:
-  """Runs `launch/serve.py`; gives its address."""
-  server = subprocess.Popen(
-    [sys.executable, "launch/serve.py", "--port=0", *flags],
-    cwd=REPOSITORY,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  with server:
-    try:
-      found = re.search(r"at (http://\S+)", server.stdout.readline())
-      if not found:
-        raise RuntimeError("The server didn't start; its log says why.")
-      yield found[1]
-    finally:
-      server.terminate()
-      server.communicate()
-  if server.returncode:
-    raise RuntimeError(f"The server ended with {server.returncode}.")
 
 
 async def _load(
@@ -296,15 +271,6 @@ _COLUMNS = ("token_ids", "logprobs", "versions", "stale", "routes")
 async def _health(http: aiohttp.ClientSession) -> dict:
   async with http.get("/health") as response:
     return await response.json()
-
-
-def _metrics(url: str) -> dict[str, float]:
-  async def get():
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as r:
-      return await r.text()
-
-  found = re.findall(r"^(\w+) (\S+)$", asyncio.run(get()), re.MULTILINE)
-  return {name: float(value) for name, value in found}
 
 
 if __name__ == "__main__":
