@@ -23,6 +23,9 @@ import tempfile
 import time
 
 WORK = "/work"
+_COMPILED = "/tmp/pycache"
+# That jobs may want of /tmp.
+_ROOM_BYTES = 2 << 20
 
 
 def main():
@@ -42,7 +45,7 @@ def main():
 
 def _warm(jobs):
   """Compiles what jobs import, and imports what isn't the repository's."""
-  sys.pycache_prefix = "/tmp/pycache"
+  sys.pycache_prefix = _COMPILED
   suites = [job for job in jobs if job["kind"] == "suite"]
   nodes = dict.fromkeys(node for job in suites for node in job["nodes"])
   files = dict.fromkeys(node.split("::")[0] for node in nodes)
@@ -60,6 +63,9 @@ def _warm(jobs):
       return [n for n, m in list(sys.modules.items()) if not _inside(m)]
 
     names += json.loads(_apart(imported, jobs[0]["wall_s"]) or "[]")
+    place = os.statvfs("/tmp")
+    if place.f_bavail * place.f_bsize < _ROOM_BYTES:
+      shutil.rmtree(_COMPILED)
   for name in dict.fromkeys(names):
     # A module may only work where the repository can be imported, too.
     with contextlib.suppress(BaseException):
