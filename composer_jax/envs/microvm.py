@@ -20,7 +20,7 @@ What it does not protect from:
   shared with whatever else the host runs. Without KVM (`accelerator="tcg"`) the
   processor is emulated, which QEMU's authors do not call a security boundary
   (https://www.qemu.org/docs/master/system/security.html); then bubblewrap is
-  what holds, and programs run some fifty times slower;
+  what holds, and programs run fifty to a hundred times slower;
 * one sandbox slowing another: there is no share of a core per machine;
 * memory that is promised twice: each machine may fill its own, and nothing
   keeps their sum below the host's;
