@@ -170,6 +170,8 @@ def _image(draw: Callable[[Any, _Run], None], run: _Run) -> str:
   figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
   axes.grid(alpha=0.3)
   draw(axes, run)
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend(fontsize="small")
   file = io.BytesIO()
   figure.savefig(file, dpi=110, format="png")
   plt.close(figure)
@@ -194,7 +196,6 @@ def _rates(axes, run, place):
     axes.plot(
       [place(x) for x in lines], [x[name] for x in lines], style, label=label
     )
-  axes.legend()
 
 
 def _staleness(axes, run):
@@ -209,7 +210,6 @@ def _staleness(axes, run):
     labels=[f"{lag} versions" for lag in lags],
   )
   axes.set(xlabel="step", ylabel="share of tokens", ylim=(0, 1))
-  axes.legend(loc="lower left")
 
 
 def _mismatch(axes, run):
@@ -219,9 +219,8 @@ def _mismatch(axes, run):
       axes.plot(
         [x["step"] for x in lines], [x[name] for x in lines], label=name
       )
-  axes.set(xlabel="step", ylabel="nats", yscale="symlog")
+  axes.set(xlabel="step", ylabel="nats")
   axes.set_yscale("symlog", linthresh=1e-6)
-  axes.legend()
 
 
 def _sizes(axes, run):
@@ -230,7 +229,6 @@ def _sizes(axes, run):
     run.result["weight_bytes"], color="gray", linestyle="--", label="full copy"
   )
   axes.set(xlabel="version", ylabel="bytes", yscale="log")
-  axes.legend()
 
 
 def _hosts(axes, run):
@@ -242,7 +240,6 @@ def _hosts(axes, run):
     ]
     axes.plot(*zip(*points, strict=True), drawstyle="steps-post", label=name)
   axes.set(xlabel="seconds", ylabel="version served")
-  axes.legend()
 
 
 def _processors(axes, run):
@@ -258,7 +255,6 @@ def _processors(axes, run):
       label=name,
     )
   axes.set(xlabel="seconds", ylabel="cores in use")
-  axes.legend()
 
 
 def _learner_time(axes, run):
@@ -267,7 +263,6 @@ def _learner_time(axes, run):
   labels = [name.removeprefix("time/") for name in names]
   axes.stackplot([x["step"] for x in run.metrics], shares, labels=labels)
   axes.set(xlabel="step", ylabel="share of the learner's time", ylim=(0, 1))
-  axes.legend(loc="lower left")
 
 
 _PLOTS = {
