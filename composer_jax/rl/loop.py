@@ -132,6 +132,7 @@ def learn(config: RlConfig, workdir: str | os.PathLike) -> bool:
         steps.write(step, **_facts(batch, desk.version))
         seconds, shares = split.pop()
         metrics |= _facts_of_rewards(batch) | _facts_of_staleness(batch)
+        metrics["reward/pass_rate"] = supply.pop_pass_rate()
         metrics |= {f"time/{name}": share for name, share in shares.items()}
         metrics["seconds"] = seconds
         writer.write(step, metrics)
@@ -357,7 +358,7 @@ def _line(step: int, steps: int, metrics: dict[str, float]) -> str:
   )
   parts = (
     f"step {step}/{steps}",
-    f"solved {100 * metrics['reward/solved']:.0f}%",
+    f"solved {100 * metrics['reward/pass_rate']:.0f}%",
     f"entropy {metrics['entropy']:.3f}",
     f"mismatch {metrics['mismatch_mean']:.1e}",
     f"grad {metrics['grad_norm']:.2g}",

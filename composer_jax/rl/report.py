@@ -190,7 +190,7 @@ def _against_time(axes, run):
 
 def _rates(axes, run, place):
   for lines, name, label, style in (
-    (run.metrics, "reward/solved", "rollouts trained on", "-"),
+    (run.metrics, "reward/pass_rate", "all rollouts", "-"),
     (run.exams, "pass_rate", "held-out tasks", "o--"),
   ):
     axes.plot(

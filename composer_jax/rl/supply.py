@@ -102,6 +102,7 @@ class Supply:
     # Names of what is done with, to be cleared once a checkpoint says so.
     self._done: set[str] = set()
     self._early: dict[tuple[str, int], Group] = {}
+    self._tried = self._solved = 0
     for ticket in spool.tickets():
       group = _group_of(ticket.name)
       if group is None:
@@ -170,6 +171,12 @@ class Supply:
         self._evaluation.results[name, number] = self._early.pop((name, number))
     return count
 
+  def pop_pass_rate(self) -> float:
+    """Of rollouts settled since the last call, discarded ones included."""
+    rate = self._solved / self._tried if self._tried else float("nan")
+    self._tried = self._solved = 0
+    return rate
+
   def batch(self, published: Sequence[int], now: float) -> Batch | None:
     """The next batch, if it is there; see `Buffer.draw`."""
     return self.buffer.draw(published, now)
@@ -210,6 +217,8 @@ class Supply:
     self._tasks.pop(number, None)
     self._done.add(f"group-{number:08d}")
     solved = sum(t.rewards["solved"] > 0 for t in group.trajectories)
+    self._tried += len(group.trajectories)
+    self._solved += solved
     self.curriculum.learn(group.task_id, solved, len(group.trajectories))
 
 

@@ -121,9 +121,9 @@ class Watch:
     doing = str(learner.get("doing", "starting"))
     table.add_row("learner", str(version), "", "", "", cpu, doing)
     solved = [
-      line["reward/solved"]
+      line["reward/pass_rate"]
       for line in journal.read(self._workdir / "metrics.jsonl")
-      if line.get("reward/solved") is not None
+      if line.get("reward/pass_rate") is not None
     ]
     lines = journal.read(self._workdir / "steps.jsonl")
     counts = learner.get("counts", {})

@@ -88,7 +88,7 @@ def test_a_look_is_written_down_and_shown(tmp_path, url):
     json.dumps({"step": 3, "lags": {"0": 30, "1": 10}}) + "\n"
   )
   (tmp_path / "metrics.jsonl").write_text(
-    json.dumps({"step": 3, "reward/solved": 0.25}) + "\n"
+    json.dumps({"step": 3, "reward/pass_rate": 0.25}) + "\n"
   )
   watch = Watch(tmp_path)
   pids = {"learner": os.getpid(), "host-0": None}
