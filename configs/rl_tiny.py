@@ -40,17 +40,18 @@ def get_config(variant: str = "") -> ConfigDict:
       RlConfig(
         model=PRESETS["tiny"](),
         optimizer=OptimizerConfig(
-          name="adamw", learning_rate=1e-3, warmup_steps=2, decay_fraction=0.0
+          name="adamw", learning_rate=5e-4, warmup_steps=2, decay_fraction=0.0
         ),
         mesh=MeshConfig(),
         objective=ObjectiveConfig(),
-        buffer=BufferConfig(groups=8, group_size=8, staleness=1),
+        buffer=BufferConfig(groups=6, group_size=8, staleness=1),
         shape=BatchShape(rows=8, seq_len=256),
         rewards=RewardConfig({"solved": 1.0}),
         budget=Budget(turns=4, tokens=256, turn_tokens=64, wall_s=60.0),
         init_from="",
         tokenizer="",
         num_steps=40,
+        train_tasks=120,
         dialect="drill",
         workers=1,
         max_rollouts=16,
@@ -76,7 +77,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
 def _midtrain() -> ConfigDict:
   config = midtrain_tiny.get_config()
-  config.update(num_steps=120, batch_size=32, eval_every=60, log_every=20)
+  config.update(num_steps=240, batch_size=32, eval_every=120, log_every=20)
   config.update(eval_batches=2)
   config.optimizer.update(learning_rate=3e-3, warmup_steps=10)
   # A trace has some fifty tokens, and is like many others.

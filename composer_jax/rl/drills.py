@@ -31,10 +31,10 @@ from composer_jax.data import Tokenizer
 from composer_jax.envs.tasks import Task, micro
 from composer_jax.serving.text import TextReader
 
-# Of what the traces' agent does. It idles more often than it errs, so that how
-# to do things right can be learnt from what it writes.
-_GOLD_SHARE = 0.3
-_IDLE_SHARE = 0.6
+# Of what the traces' agent does. Where it errs, half of the call is right, so
+# that how to do things right can be learnt from most of what it writes.
+_GOLD_SHARE = 0.25
+_IDLE_SHARE = 0.35
 _HELD_OUT_SHARE = 0.4
 # Few enough that all kinds are still in turn; there are but 56 files to write.
 _IN_TURN = 100
