@@ -64,6 +64,7 @@ class RlBatch(NamedTuple):
     advantages: of the target; 0 until `with_advantages`. Every surrogate is
       linear in them, so a token's weight is multiplied in here.
     proximal_logprobs: see `objective.Streams`; None is the policy itself.
+    reference_logprobs: of the reference policy; None if that is free.
     rewards: of each trajectory.
     groups: each trajectory's group, from 0, rising.
     updates: that the learner had made when it admitted the batch. Until it
@@ -82,6 +83,7 @@ class RlBatch(NamedTuple):
   routes: Int[np.ndarray, "M B S L K"] | None
   advantages: Float[np.ndarray, "M B S"]
   proximal_logprobs: Float[np.ndarray, "M B S"] | None
+  reference_logprobs: Float[np.ndarray, "M B S"] | None
   rewards: Float[np.ndarray, " R"]
   groups: Int[np.ndarray, " R"]
   updates: int | None = None
@@ -161,6 +163,7 @@ def pack(
       for name, stream in streams.items()
     },
     proximal_logprobs=None,
+    reference_logprobs=None,
     rewards=np.array([t.reward for t in trajectories], np.float32),
     groups=np.repeat(np.arange(len(groups), dtype=np.int32), sizes),
   )
@@ -217,22 +220,17 @@ def _try_to_place(lengths, costs, room):
   return rows, columns
 
 
-def with_advantages(
-  batch: RlBatch,
-  config: ObjectiveConfig,
-  reference: Float[np.ndarray, "M B S"] | None = None,
-) -> RlBatch:
+def with_advantages(batch: RlBatch, config: ObjectiveConfig) -> RlBatch:
   """Gives each token the advantage of its trajectory in its group.
 
   Args:
-    batch: from `pack`.
+    batch: from `pack`; with `reference_logprobs` if KL divergence costs.
     config: which advantages; how much KL divergence costs, in the reward.
-    reference: log-probabilities of the reference policy, if that isn't free.
 
   Raises:
     ValueError: KL divergence costs, but there is no reference.
   """
-  rewards = batch.rewards
+  rewards, reference = batch.rewards, batch.reference_logprobs
   if config.kl_coef:
     if reference is None:
       raise ValueError(

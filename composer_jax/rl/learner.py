@@ -243,8 +243,9 @@ class Learner:
       cost=lambda length: length * (self._flops[0] + self._flops[1] * length),
       routes=routes,
     )
-    reference = self.reference_logprobs(batch) if objective.kl_coef else None
-    batch = batch_lib.with_advantages(batch, objective, reference)
+    if objective.kl_coef:
+      batch = batch._replace(reference_logprobs=self.reference_logprobs(batch))
+    batch = batch_lib.with_advantages(batch, objective)
     match self.config.anchor:
       case "policy":
         return batch

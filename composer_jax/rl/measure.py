@@ -34,11 +34,12 @@ def measure(
     `loss`; all of `objective.policy_loss`'s metrics; `mismatch_mean` and
     `mismatch_p99` of |log policy - log sampler| a token; `entropy` of the
     policy (nats a token); `trajectories`, `micro_batches`, `padding` (share of
-    all places that hold none). For MoE models `z_loss` a token and layer, and
-    `imbalance` of the worst layer. With a replay `replay_missing` (share of
-    tokens without a route), `replay_flipped` (share of the routers that would
-    have chosen otherwise), `replay_replaced` (share of the replayed experts
-    that were too implausible).
+    all places that hold none). With a reference policy `reference_k1` and
+    `reference_k3`, of KL(sampler, reference) a token. For MoE models `z_loss` a
+    token and layer, and `imbalance` of the worst layer. With a replay
+    `replay_missing` (share of tokens without a route), `replay_flipped` (share
+    of the routers that would have chosen otherwise), `replay_replaced` (share
+    of the replayed experts that were too implausible).
   """
   mask, valid = batch.loss_mask, batch.segment_ids > 0
   streams = Streams(
@@ -61,6 +62,11 @@ def measure(
     "micro_batches": float(len(batch.tokens)),
     "padding": float(1 - valid.mean()),
   }
+  if batch.reference_logprobs is not None:
+    pair = batch.sampler_logprobs, batch.reference_logprobs
+    pair = [jnp.asarray(logprobs[mask]) for logprobs in pair]
+    metrics["reference_k1"] = float(objective_lib.k1(*pair).mean())
+    metrics["reference_k3"] = float(objective_lib.k3(*pair).mean())
   if facts.load is not None:
     load = facts.load.sum(axis=0)
     metrics["z_loss"] = float(facts.z_loss.sum() / valid.sum() / len(load))

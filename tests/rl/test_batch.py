@@ -142,7 +142,8 @@ def test_kl_in_the_reward_by_hand():
   config = ObjectiveConfig(kl_coef=0.5)
   # The reference finds each token e times less likely.
   reference = batch.sampler_logprobs - 1
-  batch = batch_lib.with_advantages(batch, config, reference)
+  batch = batch._replace(reference_logprobs=reference)
+  batch = batch_lib.with_advantages(batch, config)
   rewards = [-0.5 * t.loss_mask.sum() for t in trajectories]
   by_hand = np.array(rewards) - np.mean(rewards)
   mask = batch.loss_mask
@@ -150,7 +151,7 @@ def test_kl_in_the_reward_by_hand():
     batch.advantages[mask], by_hand[batch.trajectories[mask]], atol=1e-5
   )
   with pytest.raises(ValueError, match=r"kl_coef=0\.5 needs the reference"):
-    batch_lib.with_advantages(batch, config)
+    batch_lib.with_advantages(batch._replace(reference_logprobs=None), config)
 
 
 @pytest.mark.parametrize(
