@@ -33,6 +33,7 @@ _BEGAN = flags.DEFINE_float(
   "began", None, "When it all began, in seconds since 1970; now if absent."
 )
 _CODE_STEPS = flags.DEFINE_integer("code_steps", 250, "Of the first training.")
+_DRILL_STEPS = flags.DEFINE_integer("drill_steps", 240, "Of the second.")
 _RL_STEPS = flags.DEFINE_integer("rl_steps", 40, "Of reinforcement learning.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of all of it.")
 _TRACES = 12_000
@@ -109,7 +110,9 @@ def _code_config(traces: Path) -> ConfigDict:
 def _drill_config(folder: Path, traces: Path, tokenizer: Path) -> ConfigDict:
   config = rl_tiny.get_config("midtrain")
   config.update(
-    init_from=str(folder / "code" / "checkpoints"), seed=_SEED.value
+    init_from=str(folder / "code" / "checkpoints"),
+    num_steps=_DRILL_STEPS.value,
+    seed=_SEED.value,
   )
   config.data.update(sources=(str(traces),), tokenizer=str(tokenizer))
   return config
