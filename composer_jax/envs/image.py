@@ -6,6 +6,7 @@ where the unprivileged user of a sandbox can't look, and because a sandbox
 should see what its tasks need and nothing else.
 """
 
+import compileall
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -171,7 +172,9 @@ def _fill(image, distributions, without):
         continue  # Scripts, which start another interpreter.
       target = library / "site-packages" / file
       target.parent.mkdir(parents=True, exist_ok=True)
-      shutil.copy(source, target)
+      shutil.copy2(source, target)  # With its time, or its .pyc is void.
+  # Once here, what pip hasn't compiled, and not each time in a sandbox.
+  compileall.compile_dir(library / "site-packages", quiet=2)
   py_compile.compile(str(_AGENT), str(image / "agent.pyc"), doraise=True)
   for path in (image, *image.rglob("*")):
     if not path.is_symlink():

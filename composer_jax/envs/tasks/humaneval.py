@@ -14,8 +14,8 @@ _PATH = "solution.py"
 def generate(problems: Mapping[str, Mapping[str, str]]) -> Iterator[Task]:
   """One candidate a problem; the gold state is its canonical solution.
 
-  The hidden test is the problem's own, and that the same test refuses a
-  function that returns None: code can't just make it pass.
+  The hidden test is the problem's own, and that it refuses a function that
+  returns None: code that switches assertions off fails.
 
   Args:
     problems: by id, with `prompt`, `canonical_solution`, `test` and

@@ -7,8 +7,9 @@ Jobs are forked off this process, which never imports what they test, so each
 imports the repository anew; what lies outside of it may be imported before.
 """
 
-# ruff: noqa: PTH103, PTH108, PTH109, PTH116, PTH118, PTH120, PTH123, PTH208
+# ruff: noqa: PTH103, PTH108, PTH109, PTH116, PTH118, PTH120, PTH123, PTH207, PTH208
 import contextlib
+import glob
 import importlib
 import importlib.util
 import io
@@ -23,8 +24,7 @@ import tempfile
 import time
 
 WORK = "/work"
-_COMPILED = "/tmp/pycache"
-# That jobs may want of /tmp.
+# That jobs may want of the repository's disk.
 _ROOM_BYTES = 2 << 20
 
 
@@ -45,7 +45,6 @@ def main():
 
 def _warm(jobs):
   """Compiles what jobs import, and imports what isn't the repository's."""
-  sys.pycache_prefix = _COMPILED
   suites = [job for job in jobs if job["kind"] == "suite"]
   nodes = dict.fromkeys(node for job in suites for node in job["nodes"])
   files = dict.fromkeys(node.split("::")[0] for node in nodes)
@@ -63,9 +62,10 @@ def _warm(jobs):
       return [n for n, m in list(sys.modules.items()) if not _inside(m)]
 
     names += json.loads(_apart(imported, jobs[0]["wall_s"]) or "[]")
-    place = os.statvfs("/tmp")
+    place = os.statvfs(WORK)
     if place.f_bavail * place.f_bsize < _ROOM_BYTES:
-      shutil.rmtree(_COMPILED)
+      for folder in glob.glob(f"{WORK}/**/__pycache__", recursive=True):
+        shutil.rmtree(folder)
   for name in dict.fromkeys(names):
     # A module may only work where the repository can be imported, too.
     with contextlib.suppress(BaseException):
@@ -101,7 +101,7 @@ def _apart(work, wall_s):
       limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
       # So that this process outlives one that eats all memory.
       if limit != resource.RLIM_INFINITY:
-        limit = 3 * limit // 4
+        limit = 7 * limit // 8
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
       os.chdir(tempfile.mkdtemp(dir="/tmp"))
       given = json.dumps(work()).encode()
