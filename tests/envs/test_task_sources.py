@@ -274,6 +274,15 @@ def test_versions_are_pinned_and_other_extras_left_out():
     closure(["no-such-package-at-all"])
 
 
+def test_no_image_holds_the_original_as_a_dependency(tmp_path):
+  (tmp_path / "test_it.py").write_text("")
+  (tmp_path / "pyproject.toml").write_text('[project]\nname = "Iniconfig"\n')
+  (tmp_path / "iniconfig.py").write_text("x = 1\n")
+  image = sources.find(str(tmp_path)).image
+  names = {pin.split("==")[0] for pin in image.distributions}
+  assert "pytest" in names and "iniconfig" not in names
+
+
 def test_what_can_be_no_source_is_explained(tmp_path):
   (tmp_path / "README").write_text("No code.")
   with pytest.raises(ModuleNotFoundError, match="no Python files"):

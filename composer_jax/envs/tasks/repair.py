@@ -4,6 +4,7 @@ Faults that no line of the hidden test notices are dropped when the task is
 validated.
 """
 
+import ast
 import random
 from collections.abc import Iterator, Sequence
 
@@ -25,14 +26,20 @@ def generate(
   """
   for found in documented(source):
     for text in some(found.source, found.function, seed, per_function):
-      yield found.task("repair", prompt(found.name, found.path), text)
+      yield found.task(
+        "repair", prompt(found.name, found.path, found.function), text
+      )
 
 
-def prompt(name: str, path: str) -> str:
+def prompt(name: str, path: str, function: Function) -> str:
   """What a policy is told."""
+  if ast.get_docstring(function):
+    wrong = "it doesn't do what its docstring says"
+  else:
+    wrong = "tests that you don't have fail"
   return (
-    f"The function {name} in {path} has a fault: it doesn't do what its"
-    " docstring says. Find and repair it; change nothing else."
+    f"The function {name} in {path} has a fault: {wrong}. Find and repair it;"
+    " change nothing else."
   )
 
 

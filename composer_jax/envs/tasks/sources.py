@@ -199,11 +199,13 @@ def _checkout(folder: Path) -> tuple[str, list[str], dict[str, bytes]]:
     for path in paths
     if _wanted(path) and (folder / path).is_file()
   }
-  declared = []
+  project = {}
   if "pyproject.toml" in found:
     settings = tomllib.loads(found["pyproject.toml"].decode())
-    declared = settings.get("project", {}).get("dependencies", [])
-  return folder.resolve().name, declared, found
+    project = settings.get("project", {})
+  # By its own name, so that no image gets it as somebody's dependency.
+  name = project.get("name", folder.resolve().name)
+  return name, project.get("dependencies", []), found
 
 
 def _standard_library() -> Source:

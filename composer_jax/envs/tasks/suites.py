@@ -99,7 +99,7 @@ def generate(
         continue
       probe = Suite(suite, nodes, source.root, source.image)
       broken = [
-        ("repair", repair.prompt(name, path), mutant)
+        ("repair", repair.prompt(name, path, function), mutant)
         for mutant in repair.some(text, function, seed, per_function)
       ]
       empty = implement.emptied(text, function)
