@@ -20,9 +20,9 @@ same check refuses under another version's weights, and should be near 1.
     python -m benchmarks.rollout_load --json      # 15 minutes on two busy cores
 
 Rows: sessions, turns, requests, failed (rollouts), versions (that sampled),
-tokens, sampled, differs, lost, checked (positions), wrong_tokens, wrong_routes,
-control, seconds, requests_per_s, rows_received (of routes) and rows_whole (had
-each turn resent those of its whole prompt).
+tokens, sampled, differs, lost, seconds, requests_per_s, rows_received (of
+routes), rows_whole (had each turn resent those of its whole prompt), checked
+(positions), wrong_tokens, wrong_routes, control.
 """
 
 import asyncio
@@ -147,7 +147,7 @@ def measure(load: Load, folder: Path) -> dict:
   whole = [len(e.request["prompt_token_ids"]) - 1 for e in exchanges]
   skipped = [e.request["prompt_routes_from"] for e in exchanges]
   rows = sum(whole) + sampled
-  return {
+  row = {
     "sessions": load.sessions,
     "turns": load.turns,
     "requests": len(exchanges),
@@ -159,12 +159,15 @@ def measure(load: Load, folder: Path) -> dict:
     "sampled": sampled,
     "differs": differs,
     "lost": int(counts["composer_engine_sampled_tokens_total"]) - sampled,
-    **check(model, published, list(done.values())[: load.checked], load),
     "seconds": seconds,
     "requests_per_s": len(exchanges) / seconds,
     "rows_received": rows - sum(skipped),
     "rows_whole": rows,
   }
+  print(row, file=sys.stderr, flush=True)  # The checks take minutes.
+  return row | check(
+    model, published, list(done.values())[: load.checked], load
+  )
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
