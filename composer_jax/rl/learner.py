@@ -137,7 +137,7 @@ class Learner:
     self._forward = jax.jit(
       lambda params, balance_state, batch: (
         update.run(
-          model, model.compute_copy(params), balance_state, batch
+          model, model.compute_copy(params), balance_state, batch, min_ratio
         ).logprobs
       ),
       out_shardings=everywhere,

@@ -175,6 +175,21 @@ def test_the_learners_own_routes_change_nothing_and_others_do():
   assert_rounding_apart(gradient, expected, 1e-5)
 
 
+def test_anchors_are_passes_with_the_same_replay():
+  groups = make_groups()
+
+  def old_logprobs(**changes):
+    learner = make_learner(anchor="admission", **changes)
+    batch = learner.admit(groups)
+    return batch.proximal_logprobs[batch.loss_mask]
+
+  own = old_logprobs()
+  # Nothing but the router's own choice is plausible enough.
+  filtered = old_logprobs(replay=ReplayConfig(min_ratio=1.0))
+  np.testing.assert_allclose(filtered, own, atol=1e-5)
+  assert np.abs(old_logprobs(replay=ReplayConfig()) - own).max() > 1e-3
+
+
 def test_tokens_without_a_route_are_counted_and_routed_by_the_learner():
   groups = make_groups(groups=2, size=2)
   without = Group(
