@@ -35,7 +35,7 @@ from composer_jax.rl.sessions import Pool, PoolConfig
 from composer_jax.rl.spool import Spool
 from composer_jax.rl.trajectory import Sampling
 from composer_jax.rl.watch import Watch, weights_digest
-from composer_jax.rl.worker import Host, Worker, read_json
+from composer_jax.rl.worker import Host, Worker, read_json, write_json
 from composer_jax.serving.server import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -92,8 +92,9 @@ def run(config: RlConfig, workdir: str, arguments: list[str]) -> bool:
       print("Stopped; the same command resumes", flush=True)
       return False
     digests = _digests(fleet, hosts, key, result["weights_digest"], stop)
-    restarts = dict(fleet.restarts)
-  report.write(folder, digests, restarts)
+    end = {"digests": digests, "restarts": fleet.restarts}
+    write_json(folder / "fleet_end.json", end)
+  report.write(folder)
   return True
 
 

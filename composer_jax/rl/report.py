@@ -28,15 +28,11 @@ img { max-width: 100%; } .solved { border-left: 4px solid #2a2; }
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def write(
-  workdir: Path, digests: Mapping[str, str], restarts: Mapping[str, int]
-) -> dict[str, Any]:
+def write(workdir: Path) -> dict[str, Any]:
   """Writes `report.html` and `summary.json` of a run that is done.
 
   Args:
     workdir: of the run.
-    digests: of the weights that each host serves at the end.
-    restarts: of each program.
 
   Returns:
     The summary.
@@ -46,11 +42,7 @@ def write(
     ImportError: matplotlib is missing.
   """
   run = _Run(workdir)
-  summary = run.summary() | {
-    "hosts_bit_identical": bool(digests)
-    and all(d == run.result["weights_digest"] for d in digests.values()),
-    "restarts": dict(restarts),
-  }
+  summary = run.summary()
   (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
   (workdir / "report.html").write_text(_page(run, summary), "utf-8")
   return summary
@@ -60,12 +52,12 @@ class _Run:
   """What the parts wrote."""
 
   def __init__(self, workdir: Path):
-    result = read_json(workdir / "result.json")
-    if result is None:
-      raise FileNotFoundError(
-        f"{workdir} has no result.json: the run isn't done."
-      )
-    self.result = result
+    for name in ("result.json", "fleet_end.json"):
+      if not (workdir / name).exists():
+        raise FileNotFoundError(f"{workdir} has no {name}: the run isn't done.")
+    self.result = result = read_json(workdir / "result.json")
+    # At the end: the digest of what each host serves, restarts of each program.
+    self.fleet = read_json(workdir / "fleet_end.json")
     self.metrics = [
       line for line in journal.read(workdir / "metrics.jsonl") if "loss" in line
     ]
@@ -114,6 +106,11 @@ class _Run:
       "trajectories_trained": result["counts"].get("trained", 0),
       "trajectories_discarded": discarded,
       "swap_pause_ms": self.pause_ms(),
+      "hosts_bit_identical": all(
+        digest == result["weights_digest"]
+        for digest in self.fleet["digests"].values()
+      ),
+      "restarts": self.fleet["restarts"],
     }
 
   def pause_ms(self) -> float | None:
@@ -277,4 +274,4 @@ _PLOTS = {
 }
 
 if __name__ == "__main__":
-  write(Path(sys.argv[1]), {}, {})
+  write(Path(sys.argv[1]))

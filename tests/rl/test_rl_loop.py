@@ -19,6 +19,7 @@ from composer_jax.rl.config import RlConfig
 from composer_jax.rl.journal import read
 from composer_jax.rl.spool import Spool
 from composer_jax.rl.trajectory import Group, Sampling, Trajectory
+from composer_jax.rl.worker import read_json
 from composer_jax.sharding import MeshConfig
 from composer_jax.shipping import Chain, open_store
 from configs import rl_tiny
@@ -122,8 +123,12 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(config, tmp_path):
     json.dumps({"time": time.time(), "hosts": {}, "cpu_s": {}}) + "\n"
   )
   digest = json.loads((run / "result.json").read_text())["weights_digest"]
-  summary = report.write(run, {"host-0": digest, "host-1": "other"}, {})
-  assert summary["hosts_bit_identical"] is False
+  for other, identical in (("other", False), (digest, True)):
+    end = {"digests": {"host-0": digest, "host-1": other}, "restarts": {}}
+    (run / "fleet_end.json").write_text(json.dumps(end))
+    summary = report.write(run)
+    assert summary["hosts_bit_identical"] is identical
+  assert report.write(run) == summary == read_json(run / "summary.json")
   assert summary["max_staleness"] == 0
   assert summary["held_out_tasks"] == 4
   assert summary["delta_bytes"] < summary["full_bytes"]
