@@ -21,33 +21,13 @@ import pytest
 
 from composer_jax import shipping
 from composer_jax.data import Tokenizer
-from composer_jax.models import (
-  PRESETS,
-  GqaConfig,
-  LanguageModel,
-  ModelConfig,
-  MoeConfig,
-  RouterConfig,
-)
+from composer_jax.models import PRESETS, LanguageModel
 from composer_jax.serving import serving_weights
+from tests.serving.serving_rig import MODEL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LEN = 256
 NAME = "composer-jax"
-MODEL = ModelConfig(
-  vocab_size=300,
-  width=32,
-  num_layers=2,
-  num_dense_layers=1,
-  dense_dim=48,
-  attention=GqaConfig(num_heads=2, num_kv_heads=1, head_dim=16),
-  moe=MoeConfig(
-    num_experts=4,
-    expert_dim=16,
-    router=RouterConfig("sigmoid", top_k=2, selection_bias=True),
-  ),
-  dtype="float32",
-)
 PROMPT = list(range(10, 30))
 
 

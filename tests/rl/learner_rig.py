@@ -6,13 +6,7 @@ import functools
 import jax
 import numpy as np
 
-from composer_jax.models import (
-  GqaConfig,
-  LanguageModel,
-  ModelConfig,
-  MoeConfig,
-  RouterConfig,
-)
+from composer_jax.models import GqaConfig, LanguageModel
 from composer_jax.rl.batch import BatchShape
 from composer_jax.rl.learner import Learner, LearnerConfig
 from composer_jax.rl.objective import ObjectiveConfig
@@ -20,23 +14,16 @@ from composer_jax.rl.trajectory import Group, Sampling, Trajectory
 from composer_jax.sharding import MeshConfig, make_mesh
 from composer_jax.training import state as state_lib
 from composer_jax.training.optimizer import OptimizerConfig, make_optimizer
-from tests.training.helpers import capture, make_params, make_state
+from tests.training.helpers import SMALL, capture, make_params, make_state
 
-MODEL = ModelConfig(
+MODEL = dataclasses.replace(
+  SMALL,
   vocab_size=32,
   width=16,
   num_layers=2,
   num_dense_layers=0,
   dense_dim=0,
   attention=GqaConfig(num_heads=2, num_kv_heads=2, head_dim=8),
-  moe=MoeConfig(
-    num_experts=8,
-    expert_dim=16,
-    num_shared=1,
-    router=RouterConfig("sigmoid", top_k=2, selection_bias=True),
-  ),
-  dtype="float32",
-  remat="none",
 )
 SHAPE = BatchShape(rows=4, seq_len=24)
 

@@ -7,7 +7,6 @@ import types
 from pathlib import Path
 
 import aiohttp
-import numpy as np
 import pytest
 from aiohttp import web
 
@@ -16,24 +15,10 @@ from composer_jax.rl.endpoints import ServerError
 from composer_jax.rl.rollout import RolloutConfig, Rollouts
 from composer_jax.rl.sessions import Pool
 from composer_jax.rl.spool import Spool, Ticket
-from composer_jax.rl.trajectory import Sampling, Trajectory
 from composer_jax.rl.worker import Host, Worker, at_least
+from tests.rl.spool_rig import trajectory
 
 CHAT = types.SimpleNamespace(stop=(), stop_ids=())
-
-
-def trajectory(task_id, value, solved=1.0):
-  return Trajectory(
-    token_ids=np.array([1, value], np.int32),
-    loss_mask=np.array([False, True]),
-    logprobs=np.array([0, -1], np.float32),
-    versions=np.array([-1, 4], np.int32),
-    routes=None,
-    sampling=Sampling(),
-    rewards={"solved": solved},
-    task_id=task_id,
-    stop_reason="finish",
-  )
 
 
 class ScriptedRollouts(Rollouts):

@@ -5,11 +5,11 @@ import os
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from composer_jax.rl.spool import Spool, Ticket
-from composer_jax.rl.trajectory import Group, Sampling, Trajectory
+from composer_jax.rl.trajectory import Group
+from tests.rl.spool_rig import trajectory
 
 
 def ticket(name="group-0", size=3, purpose="train"):
@@ -17,22 +17,7 @@ def ticket(name="group-0", size=3, purpose="train"):
 
 
 def rollout(value=0):
-  return Group(
-    "a",
-    (
-      Trajectory(
-        token_ids=np.array([1, value], np.int32),
-        loss_mask=np.array([False, True]),
-        logprobs=np.array([0, -1], np.float32),
-        versions=np.array([-1, 4], np.int32),
-        routes=None,
-        sampling=Sampling(),
-        rewards={"solved": 1.0},
-        task_id="a",
-        stop_reason="finish",
-      ),
-    ),
-  )
+  return Group("a", (trajectory("a", value),))
 
 
 def test_a_ticket_is_read_as_it_was_ordered(tmp_path):
