@@ -26,6 +26,7 @@ from benchmarks.moe_shapes import SHAPES, named
 
 IMPLEMENTATIONS = (
   "mosaic",
+  "mosaic_alone",
   "mosaic_overlap",
   "triton",
   "xla",

@@ -38,6 +38,12 @@ def _ours(implementation, inputs):
   return functools.partial(moe_ffn, implementation=implementation)
 
 
+def _alone(inputs):
+  """Ours without Triton's gate/up."""
+  _ours("mosaic", inputs)
+  return functools.partial(mosaic.apply, in_loads=False)
+
+
 def _overlapping(inputs):
   """Ours with gathers beside the multiplications, on 12 SMs."""
   _ours("mosaic", inputs)
@@ -121,6 +127,7 @@ def _tokamax(implementation, _):
 
 PEERS = {
   "mosaic": functools.partial(_ours, "mosaic"),
+  "mosaic_alone": _alone,
   "mosaic_overlap": _overlapping,
   "triton": functools.partial(_ours, "triton"),
   "xla": functools.partial(_ours, "xla"),

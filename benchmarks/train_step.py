@@ -1,25 +1,29 @@
 """How fast is a whole training step, and what do its choices cost?
 
-  python -m benchmarks.train_step [--quick] [--json]
+  python -m benchmarks.train_step [--quick] [--json] [--variants=NAME;...]
 
 The `small` model on a GPU, `tiny` on a CPU; forward, backward and Muon's update
-on random tokens, four documents a sequence. Each row changes a choice or two.
-Losses of all rows, from the same weights on the same batch, are printed beside
-their speed: they agree but for rounding. MFU counts model FLOPs only
+on random tokens, four documents a sequence. Each row changes a choice or two,
+or the MoE layer itself: `ragged_dot` is a peer's, and without experts what is
+missing is the layer's share of the step. Losses of all rows, from the same
+weights on the same batch, are printed beside their speed: with experts, they
+agree but for rounding. MFU counts model FLOPs only
 (`composer_jax.models.count`); on a CPU it is relative to the machine's measured
 matrix product.
 """
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import harness
+from benchmarks import harness, xla_moe
 from composer_jax.data import DataConfig
 from composer_jax.models import (
   PRESETS,
   LanguageModel,
+  moe,
   train_flops_per_token,
 )
 from composer_jax.sharding import MeshConfig, make_mesh
@@ -34,8 +38,8 @@ DOCUMENTS = 4
 GPU_VARIANTS = {
   "base": ({}, {}),
   "cudnn": ({"attention_kernel": "cudnn"}, {}),
-  "cudnn, mosaic": (
-    {"attention_kernel": "cudnn", "moe": {"implementation": "mosaic"}},
+  "cudnn, xla": (
+    {"attention_kernel": "cudnn", "moe": {"implementation": "xla"}},
     {},
   ),
   "cudnn, triton": (
@@ -45,12 +49,40 @@ GPU_VARIANTS = {
   "cudnn, full remat": ({"attention_kernel": "cudnn", "remat": "full"}, {}),
   "cudnn, no remat": ({"attention_kernel": "cudnn", "remat": "none"}, {}),
   "cudnn, batch 16": ({"attention_kernel": "cudnn"}, {"batch_size": 16}),
+  "cudnn, no experts": ({"attention_kernel": "cudnn"}, {}),
+  # ragged_dot copies its rows once an expert, so few of them.
+  "cudnn, batch 4": ({"attention_kernel": "cudnn"}, {"batch_size": 4}),
+  "cudnn, batch 4, xla": (
+    {"attention_kernel": "cudnn", "moe": {"implementation": "xla"}},
+    {"batch_size": 4},
+  ),
+  "cudnn, batch 4, ragged_dot": (
+    {"attention_kernel": "cudnn"},
+    {"batch_size": 4},
+  ),
 }
 CPU_VARIANTS = {
   "base": ({}, {}),
   "full remat": ({"remat": "full"}, {}),
   "accumulate 2": ({}, {"accumulate": 2}),
+  "no experts": ({}, {}),
+  "ragged_dot": ({}, {}),
 }
+
+
+def no_experts(x, expert_ids, gates, w_gate_up, w_down, **_):
+  """In the place of `moe_ffn`: returns what it was given."""
+  del expert_ids, gates, w_gate_up, w_down
+  return x
+
+
+def ragged_dot(*arrays, **_):
+  """In the place of `moe_ffn`, by lax.ragged_dot; every token has experts."""
+  return xla_moe.ragged_dot_moe(*arrays)
+
+
+# The end of a row's name: what it puts in the place of `moe_ffn`.
+LAYERS = {"no experts": no_experts, "ragged_dot": ragged_dot}
 
 
 def make_batch(batch_size: int, seq_len: int, vocab_size: int) -> Batch:
@@ -124,7 +156,12 @@ def change(config, changes: dict):
 
 def main():
   """Measures every variant and prints the table."""
-  flags = harness.arguments(__doc__)
+  flags = harness.arguments(
+    __doc__.split("\n", maxsplit=1)[0],
+    lambda parser: parser.add_argument(
+      "--variants", default="", help="names of rows, with ; between: not all"
+    ),
+  )
   on_gpu = jax.default_backend() == "gpu"
   name = "small" if on_gpu else "tiny"
   base = TrainConfig(
@@ -136,11 +173,15 @@ def main():
     num_steps=1000,
   )
   rows, base_rate = [], None
-  for label, (model, run) in (GPU_VARIANTS if on_gpu else CPU_VARIANTS).items():
+  variants = GPU_VARIANTS if on_gpu else CPU_VARIANTS
+  for label in flags.variants.split(";") if flags.variants else variants:
+    model, run = variants[label]
     config = dataclasses.replace(base, model=change(base.model, model), **run)
     row = {"model": name, "variant": label}
     try:
-      measured = measure(config, rounds=1 if flags.quick else 5)
+      layer = LAYERS.get(label.rsplit(", ", maxsplit=1)[-1], moe.moe_ffn)
+      with mock.patch.object(moe, "moe_ffn", layer):
+        measured = measure(config, rounds=1 if flags.quick else 5)
     except (ValueError, jax.errors.JaxRuntimeError) as error:
       # Out of memory, or a kernel that isn't for this GPU.
       rows.append(row | {"error": str(error).split("\n")[0][:60]})

@@ -4,7 +4,9 @@ Forward: routing tables, a gather of the rows, gate/up with SwiGLU, down, and a
 combine that weights and sums each token's rows in k order. Backward walks the
 same tables: a gather, the gradient through down and SwiGLU, the gradient of the
 rows, two weight gradients, and a combine. Gathers and combines are XLA's, as in
-the portable layer.
+the portable layer. Where rows are short beside their multiplication, gathering
+them costs more than a slower kernel: gate/up then is Triton's, if that is
+installed, whose loads follow the tokens' numbers.
 
 Saved for backward: the inputs, the tables, and the gate and up pre-activations,
 never the expert outputs. No float atomics, one owner an output element, sums in
@@ -22,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.moe import layout, target
+from pallas_kernels.moe import layout, target, triton
 from pallas_kernels.moe.mosaic import tiles
 from pallas_kernels.moe.mosaic.gate_up import gate_up
 from pallas_kernels.moe.mosaic.gather import Movers
@@ -61,6 +63,7 @@ def apply(
   clamp: float | None = None,
   grad_totals=None,
   overlap: Movers | None = None,
+  in_loads: bool | None = None,
 ) -> Float[Array, "T H"]:
   """The layer of `moe_ffn`, by Mosaic kernels.
 
@@ -75,6 +78,8 @@ def apply(
     out_dtype: dtype of the result, x.dtype by default.
     clamp: limit of the pre-activations, or None.
     overlap: private: gathers beside multiplications, by these.
+    in_loads: private: whether Triton's gate/up gathers in its loads; None
+      where that is faster.
     grad_totals: float32 weight gradients to add to, see `moe_ffn`, or None.
 
   Returns:
@@ -82,7 +87,13 @@ def apply(
   """
   out_dtype = jnp.dtype(out_dtype or x.dtype)
   tile = tiles.tile_rows(expected_rows or expert_ids.size, *w_down.shape)
-  static = Static(out_dtype, clamp, tile, overlap)
+  if in_loads is None:
+    in_loads = (
+      not overlap
+      and tiles.gathers_in_loads(w_down.shape[1], tile)
+      and not triton.cannot_run(x=x, w_gate_up=w_gate_up, w_down=w_down)
+    )
+  static = Static(out_dtype, clamp, tile, overlap, in_loads)
   return _moe(static, x, expert_ids, gates, w_gate_up, w_down, grad_totals)
 
 
@@ -94,6 +105,7 @@ class Static:
   clamp: float | None
   tile: int
   overlap: Movers | None
+  in_loads: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,21 +117,31 @@ def _forward(static, x, expert_ids, gates, w_gate_up, w_down, totals):
   experts, inner, width = w_down.shape
   table = layout.build(expert_ids, experts, static.tile)
   used = table.tile_expert, table.num_tiles
+  act, pre = _gate_up(static, x, table, w_gate_up)
+  choice = tiles.matmul(inner, width, static.tile)
+  out = matmul(act, *used, w_down, transposed=False, **choice.arguments())
+  y = table.combine(out, gates).astype(static.out_dtype)
+  return y, (x, gates, w_gate_up, w_down, totals, table, pre)
+
+
+def _gate_up(static, x, table, weights):
+  _, width, _, inner = weights.shape
+  used = table.tile_expert, table.num_tiles
   token, movers = table.token, static.overlap
+  if static.in_loads:
+    return triton.apply_gate_up(
+      x, token, *used, weights, rows=static.tile, clamp=static.clamp
+    )
   choice = tiles.gate_up(width, inner, static.tile)
-  act, pre = gate_up(
+  return gate_up(
     x if movers else take(x, token),
     *used,
-    w_gate_up,
+    weights,
     token if movers else None,
     movers=movers,
     clamp=static.clamp,
     **choice.arguments(),
   )
-  choice = tiles.matmul(inner, width, static.tile)
-  out = matmul(act, *used, w_down, transposed=False, **choice.arguments())
-  y = table.combine(out, gates).astype(static.out_dtype)
-  return y, (x, gates, w_gate_up, w_down, totals, table, pre)
 
 
 def _backward(static, residuals, dy):

@@ -33,6 +33,8 @@ _SHARED_BYTES = 226 * 1024
 # 64 rows of 128 bytes: what a consumer stores, or fetches, at once.
 _CHUNK_BYTES = 64 * 128
 _ELEMENT_BYTES = 2
+# The largest I at which gathering costs more than it saves.
+_SHORT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,15 @@ def tile_rows(rows: int, num_experts: int, inner: int, width: int) -> int:
   """
   few = rows <= num_experts * FEW_ROWS // 2
   return FEW_ROWS if few and inner % 128 == width % 128 == 0 else ROWS
+
+
+def gathers_in_loads(inner: int, rows: int) -> bool:
+  """Whether gate/up is faster if its loads gather, for I = inner.
+
+  A pass over memory that gathers rows first takes about 130 / I of the time of
+  the multiplications, whatever H is: more than Triton loses to Mosaic.
+  """
+  return rows == ROWS and inner <= _SHORT
 
 
 def gate_up(width: int, inner: int, rows: int = ROWS) -> Tiles:

@@ -1,4 +1,4 @@
-"""The MoE layer by Triton kernels, for NVIDIA GPUs other than Hopper.
+"""The MoE layer by Triton kernels, for NVIDIA GPUs; Hopper takes one of them.
 
 Triton itself is imported when the layer is first called: see the extra
 `triton` of this package.
@@ -34,3 +34,16 @@ def apply(*arguments, **options):
   from pallas_kernels.moe.triton import layer
 
   return layer.apply(*arguments, **options)
+
+
+def apply_gate_up(
+  x, token, tile_expert, num_tiles, w_gate_up, *, rows, clamp=None
+):
+  """Gate and up projections of tiles of `rows`, see `gate_up.gate_up`."""
+  from pallas_kernels.moe.triton import gate_up, tiles
+
+  return gate_up.gate_up(
+    *(x, token, tile_expert, num_tiles, w_gate_up),
+    tiles.gate_up(w_gate_up.shape[3], rows),
+    clamp=clamp,
+  )

@@ -29,7 +29,7 @@ def gate_up(
 
   Args:
     x: tokens.
-    token: the token of each row, or -1: then the row's result has no meaning.
+    token: the token of each row, or -1: then the row's result is zero.
     tile_expert: the expert of each tile.
     num_tiles: how many tiles to compute; the others stay undefined.
     w_gate_up: weights; gate at [:, :, 0], up at [:, :, 1].
@@ -85,10 +85,10 @@ def _gate_up(
   first, row = row_tile.to(tl.int64) * ROWS, tl.arange(0, ROWS)
   column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
   step = tl.arange(0, DEPTH)
-  source = tl.maximum(tl.load(token + first + row), 0).to(tl.int64)
+  source = tl.load(token + first + row).to(tl.int64)
   expert = tl.load(tile_expert + row_tile).to(tl.int64)
 
-  x_at = x + source[:, None] * H + step[None]
+  x_at = x + tl.maximum(source, 0)[:, None] * H + step[None]
   w_at = w + expert * (2 * H * I) + step[:, None] * (2 * I) + column[None]
   gate = tl.zeros((ROWS, COLUMNS), tl.float32)
   up = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -100,7 +100,10 @@ def _gate_up(
     w_at += DEPTH * 2 * I
 
   dtype = x.dtype.element_ty
-  gate, up = gate.to(dtype), up.to(dtype)
+  # Selected, not multiplied: the token that stands in may hold anything.
+  filled = (source >= 0)[:, None]
+  gate = tl.where(filled, gate, 0).to(dtype)
+  up = tl.where(filled, up, 0).to(dtype)
   pre_at = pre + first * (2 * I) + row[:, None] * (2 * I) + column[None]
   tl.store(pre_at, gate)
   tl.store(pre_at + I, up)

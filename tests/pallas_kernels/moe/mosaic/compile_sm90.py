@@ -103,7 +103,8 @@ def _forward_backward(
   x, expert_ids, gates, w_gate_up, w_down, dy, checkpoint=False, **options
 ):
   def layer(x, gates, w_gate_up, w_down):
-    return mosaic.apply(x, expert_ids, gates, w_gate_up, w_down, **options)
+    arrays = x, expert_ids, gates, w_gate_up, w_down
+    return mosaic.apply(*arrays, in_loads=False, **options)
 
   if checkpoint:
     layer = jax.checkpoint(layer)

@@ -18,6 +18,7 @@ import jax_triton
 import numpy as np
 from triton.runtime import interpreter
 
+from pallas_kernels.moe import layout
 from pallas_kernels.moe import triton as implementation
 from pallas_kernels.moe.triton import tiles
 from tests.pallas_kernels.moe import cases
@@ -126,6 +127,22 @@ def poison():
   assert results[0] == results[1]
 
 
+def padding():
+  (x, ids, *_, w_gate_up, _), _ = inputs("random")
+  x = x.at[0].set(jnp.nan)
+  ids = jnp.where(jnp.arange(T)[:, None] == 0, -1, ids)
+  table = layout.build(ids, E, 32)
+  results = implementation.apply_gate_up(
+    *(x, table.token, table.tile_expert, table.num_tiles, w_gate_up), rows=32
+  )
+  used = 32 * int(table.num_tiles[0])
+  empty = table.token[:used] < 0
+  assert empty.any()
+  for result in results:
+    assert not result[:used][empty].any()
+    assert jnp.isfinite(result[:used]).all()
+
+
 def mapped():
   (x, ids, gates, *weights), _ = inputs("random")
   halves = [a.reshape(2, -1, a.shape[1]) for a in (x, ids, gates)]
@@ -148,6 +165,7 @@ CASES = {
   "clamped": clamped,
   "totals": totals,
   "poison": poison,
+  "padding": padding,
   "mapped": mapped,
 }  # fmt: skip
 

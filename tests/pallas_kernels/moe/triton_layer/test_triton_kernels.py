@@ -46,7 +46,7 @@ def run(script, *arguments):
   [
     ("random", "single_expert", "out_of_range", "none_here", "one_row"),
     ("tiles_of_16", "tiles_of_128", "clamped"),
-    ("totals", "poison", "mapped"),
+    ("totals", "poison", "padding", "mapped"),
   ],
 )
 def test_interpreted(names):
