@@ -24,6 +24,7 @@ One device; several serve more requests as several engines.
 """
 
 import collections
+import contextlib
 import secrets
 import threading
 import time
@@ -314,6 +315,16 @@ class Engine:
         StoppedError(f"The engine stopped before the swap: {reason}")
       )
     self._work.set()
+
+  def settle(self) -> None:
+    """Drops what was started and not read, once the device is done with it.
+
+    After `stop`. XLA aborts a process that ends under a running step.
+    """
+    flights, self._flights, self._events = self._flights, [], []
+    for flight in flights:
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(flight.output)
 
   @property
   def stopped(self) -> bool:

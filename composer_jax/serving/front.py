@@ -154,6 +154,7 @@ class AsyncEngine:
     except Exception as failure:
       logging.exception("The engine failed.")
       error = StoppedError(f"The engine failed: {failure!r}")
+    self.engine.settle()
     with self._lock:
       self._closed = True
       sinks = list(self._sinks.values())
