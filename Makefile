@@ -14,18 +14,20 @@ COMPILER_PACKAGES := jax jaxtyping jax-cuda13-pjrt jax-cuda13-plugin \
 TEST_WORKERS ?= 2
 BEGAN := $(shell date +%s)
 
-.PHONY: demo demo-rl test lint format lock clean
+.PHONY: demo demo-midtrain test lint format lock clean
 
 # Each demo is a run of its own; the prepared corpus stays.
 demo: $(VENV)/installed
-	rm -rf runs/demo/checkpoints
-	$(BIN)/python launch/demo.py --config=configs/midtrain_tiny.py:demo \
-	  --workdir=runs/demo --began=$(BEGAN)
+	.ci/bubblewrap.sh
+	rm -rf runs/demo/code/checkpoints runs/demo/drills/checkpoints runs/demo/rl
+	$(BIN)/python launch/demo.py --workdir=runs/demo --began=$(BEGAN)
 
-# Mid-training, then asynchronous RL with two inference hosts; needs bubblewrap.
-demo-rl: $(VENV)/installed
-	rm -rf runs/rl/code/checkpoints runs/rl/drills/checkpoints runs/rl/rl
-	$(BIN)/python launch/demo_rl.py --workdir=runs/rl --began=$(BEGAN)
+# Mid-training alone, for twice as long; beside a bigram model.
+demo-midtrain: $(VENV)/installed
+	rm -rf runs/midtrain/checkpoints
+	$(BIN)/python launch/demo_midtrain.py \
+	  --config=configs/midtrain_tiny.py:demo --workdir=runs/midtrain \
+	  --began=$(BEGAN)
 
 # The plugin exists for Linux alone; elsewhere its tests are skipped.
 test: lint $(if $(filter Linux,$(shell uname)),$(COMPILER)/installed)

@@ -81,6 +81,55 @@ def measure(job):
   yield checks | _speed("backward", 12 * T * K * H * I, ms)
 
 
+def measure_stage(job):
+  """A row of `benchmarks.grouped_mm`."""
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  T, H, I, E, K = SHAPES[job["shape"]]  # noqa: E741
+  sizes = np.bincount(route(SHAPES[job["shape"]], job["routing"]).reshape(-1))
+  ends = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device=device)
+  generator = torch.Generator(device).manual_seed(0)
+
+  def normal(*shape, scale=1.0):
+    kind = {"device": device, "dtype": torch.bfloat16}
+    return torch.randn(*shape, generator=generator, **kind) * scale
+
+  deep, wide = {
+    "gate_up": (H, 2 * I),
+    "down": (I, H),
+    "d_rows": (2 * I, H),
+    "d_w_down": (I, H),
+    "d_w_gate_up": (H, 2 * I),
+  }[job["stage"]]
+  rows = normal(T * K, deep)
+  if job["stage"].startswith("d_w"):
+    left, right = rows.T, normal(T * K, wide)
+  elif job["stage"] == "d_rows":  # Weights as the model keeps them.
+    left, right = rows, normal(E, wide, deep, scale=deep**-0.5).transpose(1, 2)
+  else:
+    left, right = rows, normal(E, deep, wide, scale=deep**-0.5)
+
+  def call():
+    return torch._grouped_mm(left, right, offs=ends)
+
+  result = call()
+  first = int(sizes[0])
+  if job["stage"].startswith("d_w"):
+    found = result[0].double()
+    expected = left[:, :first].double() @ right[:first].double()
+  else:
+    found = result[:first].double()
+    expected = left[:first].double() @ right[0].double()
+  row = {
+    "relative_error": ((found - expected).norm() / expected.norm()).item(),
+    "bitwise": all(torch.equal(call(), result) for _ in range(3)),
+  }
+  if device == "cuda":
+    ms = _milliseconds(call)
+    flops = 2 * T * K * deep * wide
+    row |= {"ms": ms, "tflops": flops / ms / 1e9}
+  return row
+
+
 def _speed(direction, flops, ms):
   return {"direction": direction, "ms": ms, "tflops": flops / ms / 1e9}
 

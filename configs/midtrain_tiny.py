@@ -5,8 +5,8 @@
 The corpus is this Python's own standard library. 2,000 steps are 8.2M tokens:
 about 20 minutes on two cores, estimated from the demo. Variants, after a colon:
 
-    demo      what `make demo` runs: 500 steps, five minutes on two cores, to
-              1.79 validation bits per byte; a bigram model has 2.09.
+    demo      what `make demo-midtrain` runs: 500 steps, five minutes on two
+              cores, to 1.79 validation bits per byte; a bigram model has 2.09.
     runlocal  a few steps of everything, for a quick look or a test.
 """
 

@@ -1,9 +1,9 @@
 r"""Reinforcement learning of the `tiny` model on drills, with two hosts.
 
-    python launch/demo_rl.py --workdir=runs/rl     # with mid-training before it
+    python launch/demo.py --workdir=runs/demo     # with mid-training before it
     python launch/train.py --config=configs/rl_tiny.py --workdir=runs/more \
-        --config.init_from=runs/rl/drills/checkpoints \
-        --config.tokenizer=runs/rl/tokenizer.json
+        --config.init_from=runs/demo/drills/checkpoints \
+        --config.tokenizer=runs/demo/tokenizer.json
 
 `init_from` must have been mid-trained on traces of drills. Variants, after a
 colon:
@@ -50,8 +50,8 @@ def get_config(variant: str = "") -> ConfigDict:
         budget=Budget(turns=4, tokens=256, turn_tokens=64, wall_s=60.0),
         init_from="",
         tokenizer="",
-        num_steps=40,
-        train_tasks=120,
+        num_steps=25,
+        train_tasks=200,
         dialect="drill",
         workers=1,
         max_rollouts=16,

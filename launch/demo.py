@@ -1,14 +1,20 @@
-"""What `make demo` runs: a tiny Mixture-of-Experts model learns to write code.
+"""What `make demo` runs: mid-training, then asynchronous RL, on two cores.
 
-Mid-trains `configs/midtrain_tiny.py:demo` on this Python's standard library,
-beside a bigram model of the same tokens, and leaves in `workdir`:
+    python launch/demo.py --workdir=runs/demo
 
-    summary.json   the figures; wall_s includes the installation
-    curve.png      validation bits per byte against steps
-    sample.txt     what the model makes of the start of a function
+A tiny Mixture-of-Experts model learns to write code, then what the tools are
+and how drills are told (`composer_jax.rl.drills`); then it improves by doing
+drills in sandboxes, while each new version of its weights is shipped as a delta
+to two inference hosts. The same command goes on where it was stopped. Leaves
+
+    code/ drills/   mid-training
+    rl/             reinforcement learning; see `composer_jax.rl.loop`
+    report.html     plots, and what the model did before and after
+    summary.json    the figures; wall_s includes the installation
 """
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -16,78 +22,116 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from composer_jax.data import bigram_bits_per_byte
+from composer_jax.rl.config import RlConfig
+from composer_jax.rl.drills import write_traces
 from composer_jax.training.loop import Result
-from composer_jax.training.sample import complete
-from launch import train
-from launch.flags import run
+from configs import midtrain_tiny, rl_tiny
+from launch import rl, train
+from launch.flags import ConfigError, from_config, run
 
 _BEGAN = flags.DEFINE_float(
-  "began", None, "When `make demo` began, in seconds since 1970; now if absent."
+  "began", None, "When it all began, in seconds since 1970; now if absent."
 )
+_CODE_STEPS = flags.DEFINE_integer("code_steps", 150, "Of the first training.")
+_DRILL_STEPS = flags.DEFINE_integer("drill_steps", 240, "Of the second.")
+_RL_STEPS = flags.DEFINE_integer("rl_steps", 25, "Of reinforcement learning.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of all of it.")
+_TRACES = 12_000
 
-_PROMPT = '''def read_lines(path):
-    """Return the lines of a text file."""
-'''
 
-
-def main(config: ConfigDict, workdir: str) -> None:
-  """Trains, compares, and writes the report."""
+def main(config: ConfigDict | None, workdir: str | None) -> None:
+  """Trains twice, improves, and writes the report."""
+  if config is not None or workdir is None:
+    raise ConfigError("give --workdir alone: the configs are the demo's own")
   began = _BEGAN.value or time.time()
-  result = train.main(config, workdir)
-  if not result.finished:
+  folder = Path(workdir).expanduser().absolute()
+  traces = folder / "traces.zip"
+  if not traces.exists():
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / ".traces.zip"
+    write_traces(scratch, _SEED.value + 1, _TRACES)
+    scratch.replace(traces)
+  code = train.main(_code_config(traces), str(folder / "code"))
+  if not code.finished:
     return
-  folder = Path(workdir)
-  bigram = bigram_bits_per_byte(
-    result.data.train,
-    result.data.validation,
-    result.data.tokenizer.token_bytes,
-    result.data.tokenizer.vocab_size,
+  tokenizer = folder / "tokenizer.json"
+  code.data.tokenizer.save(tokenizer)
+  summary = _code_summary(code)
+  drills = train.main(
+    _drill_config(folder, traces, tokenizer), str(folder / "drills")
   )
-  first, last = result.history[0][1], result.history[-1][1]
-  text = complete(
-    result.model,
-    result.state.params,
-    result.state.balance,
-    result.data.tokenizer,
-    _PROMPT,
-    temperature=0.6,
+  if not drills.finished:
+    return
+  del code, drills  # Their arrays: the learner's is another process.
+  arguments = {
+    "config": "configs/rl_tiny.py",
+    "workdir": str(folder / "rl"),
+    "config.init_from": str(folder / "drills" / "checkpoints"),
+    "config.tokenizer": str(tokenizer),
+    "config.num_steps": str(_RL_STEPS.value),
+    "config.seed": str(_SEED.value),
+  }
+  config = rl_tiny.get_config()
+  config.update(
+    init_from=arguments["config.init_from"],
+    tokenizer=arguments["config.tokenizer"],
+    num_steps=_RL_STEPS.value,
+    seed=_SEED.value,
   )
-  (folder / "sample.txt").write_text(_PROMPT + text, "utf-8")
-  plot(result, bigram, folder / "curve.png")
-  summary = {
-    "wall_s": round(time.time() - began, 1),
-    "val_bits_per_byte_first": first,
-    "val_bits_per_byte_last": last,
-    "bigram_bits_per_byte": bigram,
+  done = rl.run(
+    from_config(RlConfig, config),
+    arguments["workdir"],
+    [f"--{name}={value}" for name, value in arguments.items()],
+  )
+  if not done:
+    return
+  learned = json.loads((folder / "rl" / "summary.json").read_text())
+  summary |= {"wall_s": round(time.time() - began, 1)} | learned
+  (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+  shutil.copy(folder / "rl" / "report.html", folder / "report.html")
+  print(
+    f"\nHeld-out drills solved: {summary['pass_rate_before']:.0%} before,"
+    f" {summary['pass_rate_after']:.0%} after {summary['steps']} steps and"
+    f" {summary['versions_shipped']} versions of"
+    f" {summary['full_bytes'] / max(1, summary['delta_bytes']):.1f} times fewer"
+    f" bytes than copies.\nReport: {folder / 'report.html'}"
+  )
+
+
+def _code_config(traces: Path) -> ConfigDict:
+  config = midtrain_tiny.get_config("demo")
+  config.update(num_steps=_CODE_STEPS.value, seed=_SEED.value)
+  # Some traces, so that the tokenizer knows their words.
+  config.data.update(sources=("stdlib", str(traces)))
+  config.data.near_duplicate_threshold = 0.0
+  return config
+
+
+def _drill_config(folder: Path, traces: Path, tokenizer: Path) -> ConfigDict:
+  config = rl_tiny.get_config("midtrain")
+  config.update(
+    init_from=str(folder / "code" / "checkpoints"),
+    num_steps=_DRILL_STEPS.value,
+    seed=_SEED.value,
+  )
+  config.data.update(sources=(str(traces),), tokenizer=str(tokenizer))
+  return config
+
+
+def _code_summary(result: Result) -> dict[str, float]:
+  """What mid-training on code came to, as `launch/demo_midtrain.py` has it."""
+  return {
+    "val_bits_per_byte_first": result.history[0][1],
+    "val_bits_per_byte_last": result.history[-1][1],
+    "bigram_bits_per_byte": bigram_bits_per_byte(
+      result.data.train,
+      result.data.validation,
+      result.data.tokenizer.token_bytes,
+      result.data.tokenizer.vocab_size,
+    ),
     "tokens_per_s": round(result.tokens_per_second, 1),
   }
-  (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-  print(f"\nA completion (all of it in {folder / 'sample.txt'}):\n")
-  print(_PROMPT + text)
-  print(
-    f"\nValidation bits per byte: {first:.3f} before, {last:.3f} after"
-    f" {result.history[-1][0]} steps; a bigram model of the same tokens has"
-    f" {bigram:.3f}.\nCurve: {folder / 'curve.png'}"
-  )
-
-
-def plot(result: Result, bigram: float, path: Path) -> None:
-  """Draws the learning curve beside the bigram model's level."""
-  import matplotlib as mpl
-
-  mpl.use("agg")
-  from matplotlib import pyplot as plt
-
-  figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-  axes.plot(*zip(*result.history, strict=True), marker="o", label="this model")
-  axes.axhline(bigram, color="gray", linestyle="--", label="bigram model")
-  axes.set(xlabel="step", ylabel="validation bits per byte")
-  axes.set_ylim(bottom=0)
-  axes.grid(alpha=0.3)
-  axes.legend()
-  figure.savefig(path, dpi=150)
-  plt.close(figure)
 
 
 if __name__ == "__main__":
-  run(main, mistakes=train.MISTAKES)
+  run(main, mistakes=train.MISTAKES, optional=True)

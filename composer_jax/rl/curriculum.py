@@ -27,17 +27,19 @@ def weights(
   """How often each task is drawn, relative to the others.
 
   With p = (solved + 1) / (tried + 2), the mean of the posterior under a uniform
-  prior: (1 - p^G - (1 - p)^G) * (1 - p)^progress, at least 0.05 of the largest.
+  prior: (1 - p^G - (1 - p)^G) * (1 - 3/4 progress p), at least 0.05 of the
+  largest.
 
   Args:
     solved: rollouts that solved each task, of those remembered.
     tried: rollouts remembered.
     group_size: G; the first factor is the chance of a mixed group.
-    progress: of training, from 0 to 1; the second factor prefers hard tasks.
+    progress: of training, from 0 to 1; the second factor prefers hard tasks, at
+      most four times: what nobody can solve yet is hard too.
   """
   p = (solved + 1) / (tried + 2)
   mixed = 1 - p**group_size - (1 - p) ** group_size
-  raw = mixed * (1 - p) ** progress
+  raw = mixed * (1 - 0.75 * progress * p)
   return np.maximum(raw, _LEAST * raw.max(initial=0))
 
 

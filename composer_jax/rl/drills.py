@@ -33,8 +33,8 @@ from composer_jax.serving.text import TextReader
 
 # Of what the traces' agent does. Where it errs, half of the call is right, so
 # that how to do things right can be learnt from most of what it writes.
-_GOLD_SHARE = 0.25
-_IDLE_SHARE = 0.35
+_GOLD_SHARE = 0.22
+_IDLE_SHARE = 0.38
 _HELD_OUT_SHARE = 0.4
 # Few enough that all kinds are still in turn; there are but 56 files to write.
 _IN_TURN = 100
@@ -184,7 +184,7 @@ def _astray(task: Task, rng: random.Random) -> list[str]:
     operator = rng.choice(_OPERATORS)
     content = re.sub(r"a \S+ b\n", f"a {operator} b\n", content)
   elif content.isdigit():
-    content = str(rng.randint(100, 999))
+    content = str(rng.randrange(10))
   else:
     content = rng.choice(micro._WORDS)
   lines = _call("write_file", f"Wrote {path}.", path=path, content=content)

@@ -16,7 +16,7 @@ def test_weights_by_hand():
   early = weights(solved, tried, 2, 0.0)
   np.testing.assert_allclose(early, [1 / 2, 1 / 2, 3 / 8, 3 / 8])
   late = weights(solved, tried, 2, 1.0)
-  np.testing.assert_allclose(late, [1 / 4, 1 / 4, 3 / 32, 9 / 32])
+  np.testing.assert_allclose(late, [5 / 16, 5 / 16, 21 / 128, 39 / 128])
 
 
 @given(
@@ -42,7 +42,7 @@ def test_harder_tasks_are_drawn_more_later():
     for progress in (0.0, 1.0)
   )
   assert 0.45 < early < 0.55  # Both groups are mixed as often.
-  assert late > 0.65
+  assert 0.6 < late < 0.8  # By a bounded factor: hopeless ones are hard too.
 
 
 def test_solved_and_hopeless_tasks_are_drawn_less():

@@ -73,7 +73,7 @@ def _write(rng: random.Random) -> Task:
 
 def _copy(rng: random.Random) -> Task:
   source, target = rng.sample(_WORDS, 2)
-  number = str(rng.randint(100, 999))
+  number = str(rng.randrange(10))
   return _task(
     f"Write the number that is in {source}.txt into {target}.txt.",
     {f"{source}.txt": number},
