@@ -140,7 +140,12 @@ async def _rollouts(config, folder, name):
 
     def play_of(task_id):
       return play_task(
-        sandboxes, dialect, tasks[task_id], config.rewards, config.budget
+        sandboxes,
+        dialect,
+        tasks[task_id],
+        config.rewards,
+        config.budget,
+        tool_latency_s=config.tool_latency_s,
       )
 
     (folder / "status").mkdir(exist_ok=True)
@@ -185,13 +190,20 @@ def _programs(config, folder, arguments, key) -> list[Program]:
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
   }
   return [
-    Program("learner", [*train, "--role=learner"], ends=True, env=cache),
+    Program(
+      "learner",
+      [*train, "--role=learner"],
+      ends=True,
+      env=cache,
+      cores=config.learner_cores,
+    ),
     *(
       Program(
         f"host-{i}",
         [*serve, f"--workdir={folder / 'hosts' / str(i)}"],
         env={**cache, "COMPOSER_ADMIN_KEY": key},
         ready=r"Serving version \d+ as .* at (http\S+)",
+        cores=config.rollout_cores,
       )
       for i in range(config.hosts)
     ),
@@ -200,6 +212,7 @@ def _programs(config, folder, arguments, key) -> list[Program]:
         f"worker-{i}",
         [*train, "--role=rollouts", f"--name=worker-{i}"],
         env={"JAX_PLATFORMS": "cpu"},
+        cores=config.rollout_cores,
       )
       for i in range(config.workers)
     ),

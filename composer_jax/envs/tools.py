@@ -5,6 +5,7 @@ carried out is answered by a sentence that says how to do it right; nothing the
 policy writes raises, except where the sandbox itself fails.
 """
 
+import asyncio
 import dataclasses
 import difflib
 import json
@@ -91,20 +92,24 @@ class Toolbox:
   """
 
   def __init__(
-    self, test_command: Sequence[str] = (), approve: Approve | None = None
+    self,
+    test_command: Sequence[str] = (),
+    approve: Approve | None = None,
+    latency_s: float = 0.0,
   ):
     """Collects the tools.
 
     Args:
       test_command: that `run_tests` runs; empty: there is no such tool.
       approve: is asked before each call; None: all may be carried out.
+      latency_s: that each call takes longer than it would, as slow tools do.
     """
     tools = [_LIST, _READ, _SEARCH, _EDIT, _WRITE, _RUN]
     if test_command:
       tools.append(_tests(test_command))
     tools.append(_FINISH)
     self._tools = {tool.name: tool for tool in tools}
-    self._approve = approve
+    self._approve, self._latency_s = approve, latency_s
     self.schemas = [tool.schema for tool in tools]
 
   async def call(
@@ -120,6 +125,8 @@ class Toolbox:
     Raises:
       SandboxError: the sandbox failed.
     """
+    if self._latency_s:
+      await asyncio.sleep(self._latency_s)
     try:
       tool = self._tools.get(name)
       if tool is None:

@@ -55,6 +55,8 @@ class Program:
     ready: a pattern; the first group of the first line of its log that has it
       is kept in `ready/<name>`. Empty: it is ready at once.
     ends: whether it ends by itself, with exit code 0, when its work is done.
+    cores: processors that it and what it starts may use, by number; none: all
+      that this process may. Linux alone.
   """
 
   name: str
@@ -62,6 +64,7 @@ class Program:
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   ready: str = ""
   ends: bool = False
+  cores: Sequence[int] = ()
 
 
 class Fleet:
@@ -98,6 +101,8 @@ class Fleet:
     self._charges = {p.name: _Charge(p, self._folder) for p in programs}
     if len(self._charges) != len(programs):
       raise ValueError("Two programs have the same name: names are unique.")
+    for program in programs:
+      _check_cores(program)
 
   @property
   def restarts(self) -> dict[str, int]:
@@ -184,6 +189,22 @@ class Fleet:
     os.close(self._lock)
 
 
+def _check_cores(program: Program) -> None:
+  if not program.cores:
+    return
+  if sys.platform != "linux":
+    raise ValueError(
+      f"{program.name} asks for cores {tuple(program.cores)}, which Linux alone"
+      " can hold it to: leave them out"
+    )
+  mine = os.sched_getaffinity(0)
+  if not set(program.cores) <= mine:
+    raise ValueError(
+      f"{program.name} asks for cores {tuple(program.cores)}: choose among"
+      f" {tuple(sorted(mine))}, which this process may use"
+    )
+
+
 class _Charge:
   """A program and the process that it has."""
 
@@ -202,10 +223,11 @@ class _Charge:
     self.log.touch()
     self._read = self.log.stat().st_size
     bound = Path(__file__).with_name("bound.py")
+    cores = ",".join(map(str, self.program.cores))
     with self.log.open("ab") as log:
       self.process = subprocess.Popen(
         [
-          *(sys.executable, "-I", "-S", str(bound), str(os.getpid())),
+          *(sys.executable, "-I", "-S", str(bound), str(os.getpid()), cores),
           *self.program.argv,
         ],
         stdin=subprocess.DEVNULL,

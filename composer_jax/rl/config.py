@@ -9,6 +9,7 @@ from composer_jax.models import ModelConfig
 from composer_jax.rl.batch import BatchShape
 from composer_jax.rl.buffer import BufferConfig
 from composer_jax.rl.objective import ObjectiveConfig
+from composer_jax.rl.replay import ReplayConfig
 from composer_jax.sharding import MeshConfig
 from composer_jax.training.optimizer import OptimizerConfig
 
@@ -44,6 +45,15 @@ class RlConfig:
     checkpoint_every: steps between checkpoints.
     keep: how many checkpoints stay.
     balance_rate: step of the routers' selection bias; see `TrainConfig`.
+    anchor: whose log-probabilities ratios are against; see `LearnerConfig`.
+    replay: whether the learner takes the experts that the hosts took.
+    replay_rules: how, if it does.
+    compare_every: steps between looks at how far learner and hosts would be
+      apart without the replay, a forward pass each; 0: none.
+    tool_latency_s: that each call of a tool takes longer than it would, for
+      experiments on slow tools.
+    learner_cores: processors that the learner may use, by number; none: all.
+    rollout_cores: the same for hosts and workers with their sandboxes.
     seed: of sampling and of the choice of tasks.
   """
 
@@ -71,6 +81,15 @@ class RlConfig:
   checkpoint_every: int = 1
   keep: int = 2
   balance_rate: float = 0.0
+  anchor: Literal["policy", "admission", "sampler"] = "policy"
+  replay: bool = True
+  replay_rules: ReplayConfig = dataclasses.field(
+    default_factory=lambda: ReplayConfig(missing="router")
+  )
+  compare_every: int = 0
+  tool_latency_s: float = 0.0
+  learner_cores: tuple[int, ...] = ()
+  rollout_cores: tuple[int, ...] = ()
   seed: int = 0
 
   def __post_init__(self):
@@ -85,6 +104,8 @@ class RlConfig:
       "checkpoint_every": 1,
       "keep": 1,
       "balance_rate": 0,
+      "compare_every": 0,
+      "tool_latency_s": 0,
       "seed": 0,
     }.items():
       if getattr(self, name) < least:

@@ -31,10 +31,10 @@ from composer_jax.rl import batch as batch_lib
 from composer_jax.rl import objective as objective_lib
 from composer_jax.rl import update
 from composer_jax.rl.batch import BatchShape, RlBatch
-from composer_jax.rl.measure import measure
+from composer_jax.rl.measure import measure, mismatch
 from composer_jax.rl.objective import ObjectiveConfig
 from composer_jax.rl.replay import ReplayConfig, routes_of
-from composer_jax.rl.trajectory import Group
+from composer_jax.rl.trajectory import Group, Trajectory
 from composer_jax.rl.update import MicroBatch
 from composer_jax.training import state as state_lib
 from composer_jax.training.checkpoint import Checkpoints, restore_parts
@@ -122,9 +122,6 @@ class Learner:
     self._abstract = state_lib.abstract_state(model, optimizer, mesh)
     self._rows = sharding.batch_sharding(mesh, config.shape.rows)
     self._reference = None
-    # Linear in the length.
-    flops = [train_flops_per_token(model.config, length) for length in (0, 1)]
-    self._flops = flops[0], flops[1] - flops[0]
     min_ratio = config.replay.min_ratio if config.replay else 0.0
     where = state_lib.shardings_of(self._abstract)
     everywhere = sharding.replicated(mesh)
@@ -240,7 +237,7 @@ class Learner:
       groups,
       self.config.shape,
       ranks=self._ranks,
-      cost=lambda length: length * (self._flops[0] + self._flops[1] * length),
+      cost=self._cost,
       routes=routes,
     )
     if objective.kl_coef:
@@ -325,7 +322,32 @@ class Learner:
       )
     return metrics
 
+  def mismatch_without_replay(self, batch: RlBatch) -> dict[str, float]:
+    """How far the policy would be from the sampler with experts of its own.
+
+    Args:
+      batch: from `admit`.
+
+    Returns:
+      `mismatch_mean_without_replay` and `mismatch_p99_without_replay`; see
+      `measure`. Nothing if no routes are replayed.
+    """
+    if batch.routes is None:
+      return {}
+    logprobs = self.old_logprobs(batch._replace(routes=None))
+    return {
+      f"{name}_without_replay": value
+      for name, value in mismatch(logprobs, batch).items()
+    }
+
+  def flops(self, trajectories: Sequence[Trajectory]) -> float:
+    """Of learning from them, forward and backward; padding isn't counted."""
+    return float(sum(self._cost(len(t)) for t in trajectories))
+
   # ----------------------------------------------------------------- helpers
+
+  def _cost(self, length: int) -> float:
+    return length * train_flops_per_token(self.model.config, length)
 
   @property
   def _ranks(self) -> int:

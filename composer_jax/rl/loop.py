@@ -122,7 +122,12 @@ def learn(config: RlConfig, workdir: str | os.PathLike) -> bool:
         desk.tell("training")
         with split.phase("train"):
           groups = list(batch.groups.values())
-          metrics = learner.step(learner.admit(groups))
+          admitted = learner.admit(groups)
+          metrics = {}
+          every = config.compare_every
+          if every and learner.updates % every == 0:
+            metrics = learner.mismatch_without_replay(admitted)
+          metrics |= learner.step(admitted)
         with split.phase("publish"):
           desk.publish()
         supply.buffer.trained(batch)
@@ -132,6 +137,7 @@ def learn(config: RlConfig, workdir: str | os.PathLike) -> bool:
         steps.write(step, **_facts(batch, desk.version))
         seconds, shares = split.pop()
         metrics |= _facts_of_rewards(batch) | _facts_of_staleness(batch)
+        metrics |= _facts_of_work(groups, learner)
         metrics["reward/pass_rate"] = supply.pop_pass_rate()
         metrics |= {f"time/{name}": share for name, share in shares.items()}
         metrics["seconds"] = seconds
@@ -175,7 +181,13 @@ def _make_learner(config: RlConfig) -> Learner:
       objective=config.objective,
       shape=config.shape,
       budget=float(trajectories * sampled),
+      anchor=config.anchor,
       balance_rate=config.balance_rate,
+      replay=(
+        config.replay_rules
+        if config.replay and config.model.num_moe_layers
+        else None
+      ),
     ),
     sharding.make_mesh(config.mesh),
   )
@@ -338,6 +350,14 @@ def _facts_of_rewards(batch: Batch) -> dict[str, float]:
   return {
     "reward/mean": sum(t.reward for t in trajectories) / count,
     "reward/solved": sum(t.rewards["solved"] > 0 for t in trajectories) / count,
+  }
+
+
+def _facts_of_work(groups, learner) -> dict[str, float]:
+  trajectories = [t for group in groups for t in group.trajectories]
+  return {
+    "work/tokens": float(sum(map(len, trajectories))),
+    "work/flops": learner.flops(trajectories),
   }
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from composer_jax.models.moe import imbalance
 from composer_jax.rl import objective as objective_lib
@@ -31,15 +32,14 @@ def measure(
     anchored: False if the proximal policy is the policy itself.
 
   Returns:
-    `loss`; all of `objective.policy_loss`'s metrics; `mismatch_mean` and
-    `mismatch_p99` of |log policy - log sampler| a token; `entropy` of the
-    policy (nats a token); `trajectories`, `micro_batches`, `padding` (share of
-    all places that hold none). With a reference policy `reference_k1` and
-    `reference_k3`, of KL(sampler, reference) a token. For MoE models `z_loss` a
-    token and layer, and `imbalance` of the worst layer. With a replay
-    `replay_missing` (share of tokens without a route), `replay_flipped` (share
-    of the routers that would have chosen otherwise), `replay_replaced` (share
-    of the replayed experts that were too implausible).
+    `loss`; all of `objective.policy_loss`'s metrics; what `mismatch` says;
+    `entropy` of the policy (nats a token); `trajectories`, `micro_batches`,
+    `padding` (share of all places that hold none). With a reference policy
+    `reference_k1` and `reference_k3`, of KL(sampler, reference) a token. For
+    MoE models `z_loss` a token and layer, and `imbalance` of the worst layer.
+    With a replay `replay_missing` (share of tokens without a route),
+    `replay_flipped` (share of the routers that would have chosen otherwise),
+    `replay_replaced` (share of the replayed experts that were too implausible).
   """
   mask, valid = batch.loss_mask, batch.segment_ids > 0
   streams = Streams(
@@ -52,11 +52,9 @@ def measure(
   loss, scalars = _policy_loss(
     flat(facts.logprobs), Streams(*map(flat, streams)), divide_by, objective
   )
-  apart = np.abs(facts.logprobs - batch.sampler_logprobs)[mask]
   metrics = {name: float(value) for name, value in scalars.items()} | {
     "loss": float(loss),
-    "mismatch_mean": float(apart.mean()),
-    "mismatch_p99": float(np.quantile(apart, 0.99)),
+    **mismatch(facts.logprobs, batch),
     "entropy": float(facts.entropy[mask].mean()),
     "trajectories": float(len(batch.rewards)),
     "micro_batches": float(len(batch.tokens)),
@@ -80,3 +78,14 @@ def measure(
       "replay_replaced": replaced / max(routers, 1) / batch.routes.shape[-1],
     }
   return metrics
+
+
+def mismatch(
+  logprobs: Float[np.ndarray, "M B S"], batch: RlBatch
+) -> dict[str, float]:
+  """`mismatch_mean`, `mismatch_p99` of |log policy - log sampler| a token."""
+  apart = np.abs(logprobs - batch.sampler_logprobs)[batch.loss_mask]
+  return {
+    "mismatch_mean": float(apart.mean()),
+    "mismatch_p99": float(np.quantile(apart, 0.99)),
+  }

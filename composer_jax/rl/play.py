@@ -17,6 +17,7 @@ def play_task(
   rewards: RewardConfig,
   budget: harness.Budget | None = None,
   judge: Grader | None = None,
+  tool_latency_s: float = 0.0,
 ) -> Play:
   """Lets a policy work on a task of `composer_jax.envs.tasks`.
 
@@ -27,6 +28,7 @@ def play_task(
     rewards: what is rewarded.
     budget: what it may use.
     judge: of the rubric's aspects.
+    tool_latency_s: that each call of a tool takes longer than it would.
   """
 
   async def play(sampler):
@@ -36,7 +38,7 @@ def play_task(
         sampler,
         dialect,
         sandbox,
-        Toolbox(task.test_command),
+        Toolbox(task.test_command, latency_s=tool_latency_s),
         task.prompt,
         budget,
       )

@@ -5,12 +5,13 @@ again: `python -m composer_jax.rl.report WORKDIR`.
 """
 
 import base64
+import collections
 import html
 import io
 import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,59 @@ class _Run:
       "trajectories_trained": result["counts"].get("trained", 0),
       "trajectories_discarded": discarded,
       "swap_pause_ms": self.pause_ms(),
+      **self.work(),
       "hosts_bit_identical": all(
         digest == result["weights_digest"]
         for digest in self.fleet["digests"].values()
       ),
       "restarts": self.fleet["restarts"],
     }
+
+  def work(self) -> dict[str, float]:
+    """Of training and of inference: FLOPs, processor time, and the shares.
+
+    FLOPs of training are those of the trajectories, forward and backward, by
+    `Learner.flops`. A token that a host computed, of a reply or of a prompt
+    that no cache had, counts as a third of what training on one took: training
+    is a forward pass and twice that backward. Padding isn't counted.
+    Processor time is that of the processes, and for workers of what they
+    started and reaped; a host's or a worker's counts to inference.
+    """
+    training = sum(line["work/flops"] for line in self.metrics)
+    tokens = sum(line["work/tokens"] for line in self.metrics)
+    computed = self._over_lives(
+      {
+        name: facts["sampled_tokens"]
+        + facts["prompt_tokens"]
+        - facts["cached_tokens"]
+        for name, facts in sight["hosts"].items()
+        if facts
+      }
+      for sight in self.sights
+    )
+    inference = sum(computed.values()) * training / tokens / 3
+    cpu_s = self._over_lives(sight["cpu_s"] for sight in self.sights)
+    learner_s = cpu_s.get("learner", 0.0)
+    rollouts_s = sum(cpu_s.values()) - learner_s
+    return {
+      "training_flops": training,
+      "inference_flops": inference,
+      "inference_share_of_flops": inference / (inference + training),
+      "training_cpu_s": round(learner_s, 1),
+      "inference_cpu_s": round(rollouts_s, 1),
+      "inference_share_of_cpu": rollouts_s / max(1e-9, learner_s + rollouts_s),
+    }
+
+  @staticmethod
+  def _over_lives(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sums of counters that begin at 0 again when a process does."""
+    sums, last = collections.defaultdict(float), {}
+    for now in counts:
+      for name, count in now.items():
+        before = last.get(name, 0)
+        sums[name] += count - before if count >= before else count
+        last[name] = count
+    return dict(sums)
 
   def pause_ms(self) -> float | None:
     """The mean pause of a swap, over hosts and their last lives."""

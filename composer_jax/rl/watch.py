@@ -25,6 +25,8 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _HOST_METRICS = {
   "composer_engine_running": "running",
   "composer_engine_waiting": "waiting",
+  "composer_engine_prompt_tokens_total": "prompt_tokens",
+  "composer_engine_cached_tokens_total": "cached_tokens",
   "composer_engine_sampled_tokens_total": "sampled_tokens",
   "composer_swap_pause_seconds_sum": "pause_s",
   "composer_swap_pause_seconds_count": "swaps",

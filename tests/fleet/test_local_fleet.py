@@ -71,6 +71,29 @@ def test_what_is_killed_comes_back_with_its_log(tmp_path):
   assert len(lines) == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+def test_cores_are_the_programs_and_its_childrens(tmp_path):
+  core = min(os.sched_getaffinity(0))
+  say = "import os\nprint('on', *os.sched_getaffinity(0), flush=True)\n"
+  child = (
+    f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {say!r}])"
+  )
+  pinned = python("pinned", child, ends=True, cores=(core,))
+  free = python("free", say, ends=True)
+  with Fleet(tmp_path, [pinned, free]) as fleet:
+    look_until(fleet, lambda: fleet.ended("pinned") and fleet.ended("free"))
+  logs = {
+    p: (tmp_path / f"logs/{p}.log").read_text() for p in ("pinned", "free")
+  }
+  assert logs["pinned"] == f"on {core}\n"
+  mine = " ".join(map(str, os.sched_getaffinity(0)))
+  assert logs["free"] == f"on {mine}\n"
+  with pytest.raises(
+    ValueError, match=r"pinned asks for cores \(4096,\): choose"
+  ):
+    Fleet(tmp_path, [python("pinned", say, cores=(4096,))])
+
+
 def test_a_program_that_cannot_get_up_ends_the_fleet(tmp_path):
   program = python("host", "import sys\nsys.exit('no such device')")
   with (

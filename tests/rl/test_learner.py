@@ -10,11 +10,18 @@ import pytest
 from composer_jax.models import LanguageModel
 from composer_jax.rl.batch import BatchShape
 from composer_jax.rl.objective import ObjectiveConfig
+from composer_jax.rl.replay import ReplayConfig
 from composer_jax.rl.trajectory import Group, Sampling
 from composer_jax.sharding import MeshConfig
 from composer_jax.training.checkpoint import Checkpoints
 from composer_jax.training.meter import NonFiniteLossError
-from tests.rl.learner_rig import CAPTURE, MODEL, make_groups, make_learner
+from tests.rl.learner_rig import (
+  CAPTURE,
+  MODEL,
+  make_groups,
+  make_learner,
+  make_trajectory,
+)
 from tests.training.helpers import (
   assert_rounding_apart,
   assert_same_bits,
@@ -97,6 +104,33 @@ def test_own_and_fresh_logprobs_are_left_alone():
   assert metrics["clipped"] == metrics["corrected"] == 0
   # A forward pass by itself rounds as the one inside of the gradient, nearly.
   assert metrics["mismatch_max"] < 2e-6
+
+
+def test_what_the_mismatch_would_be_without_replay():
+  groups = make_groups()
+  without = make_learner(objective=PLAIN)
+  expected = without.step(without.admit(groups))
+  assert without.mismatch_without_replay(without.admit(groups)) == {}
+  learner = make_learner(objective=PLAIN, replay=ReplayConfig(min_ratio=0.0))
+  batch = learner.admit(groups)
+  found = learner.mismatch_without_replay(batch)
+  metrics = learner.step(batch)
+  for name in ("mismatch_mean", "mismatch_p99"):
+    # A forward pass by itself rounds otherwise; see above.
+    apart = found[f"{name}_without_replay"]
+    assert apart == pytest.approx(expected[name], rel=1e-5)
+    # Routes by chance do make a difference.
+    assert abs(apart - metrics[name]) > 1e-4
+
+
+def test_flops_of_trajectories():
+  learner = make_learner()
+  rng = np.random.default_rng(0)
+  short, long = (make_trajectory(rng, length=n) for n in (10, 20))
+  one, two = learner.flops([short]), learner.flops([long])
+  # Attention looks at all that came before.
+  assert two > 2 * one > 0
+  assert learner.flops([short, long, short]) == 2 * one + two
 
 
 def test_micro_batches_add_up():

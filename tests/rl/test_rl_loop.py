@@ -21,7 +21,7 @@ from composer_jax.rl.spool import Spool
 from composer_jax.rl.trajectory import Group, Sampling, Trajectory
 from composer_jax.rl.worker import read_json
 from composer_jax.sharding import MeshConfig
-from composer_jax.shipping import Chain, open_store
+from composer_jax.shipping import Chain, Publisher, open_store
 from configs import rl_tiny
 from launch.flags import from_config
 
@@ -59,10 +59,21 @@ def rollout(rng, task_id, version):
   )
 
 
+def by_weights(chain, ticket, number):
+  """A rollout that depends on the weights it was sampled with, bit by bit."""
+  digest = chain.versions[ticket.version].digest
+  seed = (*ticket.seed, number, int(digest[:12], 16))
+  rng = np.random.default_rng(seed)
+  return rollout(rng, ticket.tasks[number], ticket.version)
+
+
 @contextlib.contextmanager
-def workers(folder, stop_after=10**9):
+def workers(folder, stop_after=10**9, roll=None):
   """Delivers what is ordered; ends the learner after so many groups."""
   over = threading.Event()
+  roll = roll or (
+    lambda rng, ticket, n: rollout(rng, ticket.tasks[n], ticket.version)
+  )
 
   def work():
     spool, rng, groups = Spool(folder / "spool"), np.random.default_rng(0), 0
@@ -70,8 +81,7 @@ def workers(folder, stop_after=10**9):
       while claim := spool.claim():
         with claim:
           for number in claim.missing:
-            task = claim.ticket.tasks[number]
-            claim.save(number, rollout(rng, task, claim.ticket.version))
+            claim.save(number, roll(rng, claim.ticket, number))
         groups += claim.ticket.purpose == "train"
         if groups == stop_after:
           os.kill(os.getpid(), signal.SIGTERM)
@@ -119,9 +129,31 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(config, tmp_path):
 
   # A run that is done has nothing to do, and can be reported on.
   assert loop.learn(config, run)
-  (run / "fleet.jsonl").write_text(
-    json.dumps({"time": time.time(), "hosts": {}, "cpu_s": {}}) + "\n"
-  )
+  # A host that was started again, and one that was down at first.
+  counts = {
+    "host-0": [(100, 50, 0), (200, 80, 30), (10, 5, 0)],
+    "host-1": [None, (20, 10, 0), (30, 10, 10)],
+  }
+  cpu_s = [
+    {"learner": 1, "host-0": 5},
+    {"learner": 6, "host-0": 2},
+    {"learner": 9, "host-0": 3, "worker-0": 4},
+  ]
+  names = ("sampled_tokens", "prompt_tokens", "cached_tokens")
+  sights = [
+    {
+      "time": time.time(),
+      "cpu_s": cpu_s[i],
+      "hosts": {
+        host: dict(zip(names, seen[i], strict=True), version=1)
+        if seen[i]
+        else {}
+        for host, seen in counts.items()
+      },
+    }
+    for i in range(3)
+  ]
+  (run / "fleet.jsonl").write_text("\n".join(map(json.dumps, sights)) + "\n")
   digest = json.loads((run / "result.json").read_text())["weights_digest"]
   for other, identical in (("other", False), (digest, True)):
     end = {"digests": {"host-0": digest, "host-1": other}, "restarts": {}}
@@ -132,9 +164,61 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(config, tmp_path):
   assert summary["max_staleness"] == 0
   assert summary["held_out_tasks"] == 4
   assert summary["delta_bytes"] < summary["full_bytes"]
+  # 250 + 15 tokens of the one's lives, 30 of the other; 24 trajectories of 12
+  # trained on; and training is three times the work.
+  ratio = summary["training_flops"] / summary["inference_flops"]
+  assert ratio == pytest.approx(3 * 24 * 12 / (250 + 15 + 30))
+  assert (summary["training_cpu_s"], summary["inference_cpu_s"]) == (9, 12)
   page = (run / "report.html").read_text()
   assert page.count("<img") == len(report._PLOTS)
   assert "<script" not in page
+
+
+def test_in_step_and_alone_gradient_for_gradient(config, tmp_path):
+  """The loop at staleness 0 is what a loop without any of its parts does."""
+  run, alone = tmp_path / "run", tmp_path / "alone"
+  config = dataclasses.replace(
+    config, buffer=dataclasses.replace(config.buffer, staleness=0)
+  )
+  tickets = {}
+
+  def roll(rng, ticket, number):
+    del rng
+    tickets[ticket.name] = ticket
+    chain = Chain(open_store(str(run / "chain")))
+    return by_weights(chain, ticket, number)
+
+  with workers(run, roll=roll):
+    assert loop.learn(config, run)
+  steps = read(run / "steps.jsonl")
+  metrics = [x for x in read(run / "metrics.jsonl") if "loss" in x]
+
+  learner = loop._make_learner(config)
+  learner.start("", config.seed)
+  with Publisher(open_store(str(alone)), loop._PUBLISHER) as publisher:
+    version = publisher.publish(learner.weights(), {}).result()
+    for step, told in zip(steps, metrics, strict=True):
+      groups = []
+      for number in step["groups"]:
+        ticket = tickets[f"group-{number:08d}"]
+        assert ticket.version == version
+        members = [
+          by_weights(publisher.chain, ticket, i).trajectories[0]
+          for i in range(len(ticket.tasks))
+        ]
+        groups.append(Group(ticket.tasks[0], tuple(members)))
+      taken = learner.step(learner.admit(groups))
+      assert taken["grad_norm"] == told["grad_norm"] > 0
+      assert taken["loss"] == told["loss"]
+      version = publisher.publish(learner.weights(), {}).result()
+    chain = Chain(open_store(str(run / "chain")))
+    assert len(chain.versions) == config.num_steps + 1
+    digests = [
+      [c.versions[v].digest for v in sorted(c.versions)]
+      for c in (chain, publisher.chain)
+    ]
+  assert digests[0] == digests[1]
+  assert len(set(digests[0])) == len(digests[0])
 
 
 @pytest.mark.parametrize(
@@ -143,6 +227,7 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(config, tmp_path):
     ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
     ({"hosts": 0}, "hosts must be at least 1"),
     ({"num_steps": 0}, "num_steps must be at least 1"),
+    ({"tool_latency_s": -1.0}, "tool_latency_s must be at least 0"),
   ],
 )
 def test_a_config_that_cannot_work_says_why(config, wrong, message):

@@ -16,6 +16,8 @@ from composer_jax.rl.worker import read_json, write_json
 METRICS = """# HELP composer_engine_running Requests that have a row.
 composer_engine_running 3.0
 composer_engine_waiting 1.0
+composer_engine_prompt_tokens_total 900.0
+composer_engine_cached_tokens_total 400.0
 composer_engine_sampled_tokens_total 1200.0
 composer_swap_pause_seconds_sum 0.02
 composer_swap_pause_seconds_count 4.0
@@ -50,6 +52,8 @@ def test_a_hosts_facts(url):
     "version": 9,
     "running": 3.0,
     "waiting": 1.0,
+    "prompt_tokens": 900.0,
+    "cached_tokens": 400.0,
     "sampled_tokens": 1200.0,
     "pause_s": 0.02,
     "swaps": 4.0,
