@@ -55,6 +55,7 @@ def get_config(variant: str = "") -> ConfigDict:
         dialect="drill",
         workers=1,
         max_rollouts=16,
+        compare_every=5,
       )
     )
   )
@@ -77,7 +78,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
 def _midtrain() -> ConfigDict:
   config = midtrain_tiny.get_config()
-  config.update(num_steps=240, batch_size=32, eval_every=120, log_every=20)
+  config.update(num_steps=360, batch_size=32, eval_every=120, log_every=20)
   config.update(eval_batches=2)
   config.optimizer.update(learning_rate=3e-3, warmup_steps=10)
   # A trace has some fifty tokens, and is like many others.

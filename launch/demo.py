@@ -33,7 +33,7 @@ _BEGAN = flags.DEFINE_float(
   "began", None, "When it all began, in seconds since 1970; now if absent."
 )
 _CODE_STEPS = flags.DEFINE_integer("code_steps", 150, "Of the first training.")
-_DRILL_STEPS = flags.DEFINE_integer("drill_steps", 240, "Of the second.")
+_DRILL_STEPS = flags.DEFINE_integer("drill_steps", 360, "Of the second.")
 _RL_STEPS = flags.DEFINE_integer("rl_steps", 25, "Of reinforcement learning.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of all of it.")
 _TRACES = 12_000

@@ -122,6 +122,9 @@ class Learner:
     self._abstract = state_lib.abstract_state(model, optimizer, mesh)
     self._rows = sharding.batch_sharding(mesh, config.shape.rows)
     self._reference = None
+    # Of a token, which is linear in the length; slow to find out.
+    flops = [train_flops_per_token(model.config, length) for length in (0, 1)]
+    self._flops = flops[0], flops[1] - flops[0]
     min_ratio = config.replay.min_ratio if config.replay else 0.0
     where = state_lib.shardings_of(self._abstract)
     everywhere = sharding.replicated(mesh)
@@ -347,7 +350,7 @@ class Learner:
   # ----------------------------------------------------------------- helpers
 
   def _cost(self, length: int) -> float:
-    return length * train_flops_per_token(self.model.config, length)
+    return length * (self._flops[0] + self._flops[1] * length)
 
   @property
   def _ranks(self) -> int:
