@@ -39,7 +39,7 @@ TOLERANCE = 1e-3
 # of 64 and single tokens over a cache, 8 sets of weights, 832 tokens each), so
 # it can swap two that are up to twice as far apart.
 TIE = 2e-5
-_NUDGES = (2e-7, 2e-6, TIE)
+NUDGES = (2e-7, 2e-6, TIE)
 # The search for ties takes seconds a row; what fails more often isn't one.
 _MOST_EXAMINED = 16
 
@@ -231,18 +231,38 @@ class Check:
 
   def truth(self, row: Row, version: int, nudge: Nudge | None = None) -> Truth:
     """What a version's weights give for a row, after a nudge to them if any."""
+    out = self.forward(row.tokens, version, nudge)
+    # The pass over a token's predecessor is what it was sampled from.
+    logprob, routes = (part[row.position - 1] for part in out)
+    fits = np.abs(row.logprob - logprob) < TOLERANCE
+    fits &= (row.routes == routes).all(axis=(1, 2))
+    return Truth(logprob, routes, fits)
+
+  def forward(
+    self,
+    tokens: Int[np.ndarray, " S"],
+    version: int,
+    nudge: Nudge | None = None,
+  ) -> tuple[Float[np.ndarray, " S-1"], Int[np.ndarray, "S-1 L K"]]:
+    """What weights give at each token but the last, by one plain forward pass.
+
+    Args:
+      tokens: a row.
+      version: of the weights.
+      nudge: to them.
+
+    Returns:
+      The log-probability of the token that comes next, and the experts.
+    """
     weights = self.published[version]
     balance = weights["balance"]
     if nudge:
       balance = jax.tree.map(lambda bias: _nudged(bias, nudge), balance)
     padded = np.zeros(self._max_len, np.int32)
-    padded[: len(row.tokens)] = row.tokens
+    padded[: len(tokens)] = tokens
     out = self._forward(weights["params"], balance, padded)
-    # The pass over a token's predecessor is what it was sampled from.
-    logprob, routes = (np.asarray(part)[row.position - 1] for part in out)
-    fits = np.abs(row.logprob - logprob) < TOLERANCE
-    fits &= (row.routes == routes).all(axis=(1, 2))
-    return Truth(logprob, routes, fits)
+    logprob, routes = (np.asarray(part)[: len(tokens) - 1] for part in out)
+    return logprob, routes
 
   def _failures(self, row, truths) -> list[dict]:
     """What differs in each token that isn't right; see the module."""
@@ -277,7 +297,7 @@ class Check:
     if self._examined > _MOST_EXAMINED:
       return {}
     found: dict[int, Nudge] = {}
-    for by in _NUDGES:
+    for by in NUDGES:
       for layer, expert in np.ndindex(self._biases.shape):
         nudge = Nudge(layer, expert, by)
         fits = self.truth(row, version, nudge).fits

@@ -40,7 +40,7 @@ def get_config(variant: str = "") -> ConfigDict:
       RlConfig(
         model=PRESETS["tiny"](),
         optimizer=OptimizerConfig(
-          name="adamw", learning_rate=5e-4, warmup_steps=2, decay_fraction=0.0
+          name="adamw", learning_rate=3e-4, warmup_steps=2, decay_fraction=0.0
         ),
         mesh=MeshConfig(),
         objective=ObjectiveConfig(),
@@ -50,7 +50,7 @@ def get_config(variant: str = "") -> ConfigDict:
         budget=Budget(turns=4, tokens=256, turn_tokens=64, wall_s=60.0),
         init_from="",
         tokenizer="",
-        num_steps=25,
+        num_steps=28,
         train_tasks=200,
         dialect="drill",
         workers=1,

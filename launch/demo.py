@@ -34,7 +34,7 @@ _BEGAN = flags.DEFINE_float(
 )
 _CODE_STEPS = flags.DEFINE_integer("code_steps", 150, "Of the first training.")
 _DRILL_STEPS = flags.DEFINE_integer("drill_steps", 360, "Of the second.")
-_RL_STEPS = flags.DEFINE_integer("rl_steps", 25, "Of reinforcement learning.")
+_RL_STEPS = flags.DEFINE_integer("rl_steps", 28, "Of reinforcement learning.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of all of it.")
 _TRACES = 12_000
 

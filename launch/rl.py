@@ -4,7 +4,7 @@
 it starts the parts as processes, watches them, and reports at the end:
 
     learner     composer_jax.rl.loop
-    host-N      launch/serve.py, which follows the chain in <workdir>/chain
+    host-N      launch/serve.py, which follows the chain of weights
     worker-N    composer_jax.rl.worker
 
 Logs are in <workdir>/logs. Whichever part is killed is started again; if this
@@ -174,7 +174,7 @@ def _programs(config, folder, arguments, key) -> list[Program]:
   serve = [
     sys.executable,
     str(_REPOSITORY / "launch/serve.py"),
-    f"--store={folder / 'chain'}",
+    f"--store={config.store or folder / 'chain'}",
     f"--tokenizer={Path(config.tokenizer).expanduser().absolute()}",
     "--port=0",
     f"--interval_s={_FOLLOW_S}",

@@ -35,6 +35,8 @@ class RlConfig:
     eval_tasks: held out, at most.
     dialect: how the policy is spoken to: "hermes" is the product's, "drill" is
       for models that know `composer_jax.rl.drills`.
+    store: of the weights' versions, as `shipping.open_store` takes it; empty:
+      <workdir>/chain.
     temperature: of sampling, in training and evaluation.
     hosts: inference processes on this machine.
     workers: processes that run rollouts.
@@ -72,6 +74,7 @@ class RlConfig:
   train_tasks: int = 400
   eval_tasks: int = 100
   dialect: Literal["hermes", "drill"] = "hermes"
+  store: str = ""
   temperature: float = 1.0
   hosts: int = 2
   workers: int = 1

@@ -7,7 +7,8 @@ the spool (`composer_jax.rl.spool`) and the chain of weights
 
 In `workdir` it leaves:
 
-    chain/             all versions of the weights, as deltas
+    chain/             all versions of the weights, as deltas, if the config
+                       names no other store
     spool/             orders and rollouts that no checkpoint is done with yet
     checkpoints/       Orbax; the buffer's books are in their meta object
     metrics.jsonl      and TensorBoard's files; see `training.metrics`
@@ -39,7 +40,12 @@ from composer_jax.rl.spool import Spool
 from composer_jax.rl.supply import Supply
 from composer_jax.rl.worker import write_json
 from composer_jax.serving.follow import weights_digest
-from composer_jax.shipping import Publisher, PublisherConfig, open_store
+from composer_jax.shipping import (
+  Publisher,
+  PublisherConfig,
+  StoreError,
+  open_store,
+)
 from composer_jax.training.checkpoint import Checkpoints
 from composer_jax.training.metrics import MetricWriter, TimeSplit
 from composer_jax.training.optimizer import make_optimizer
@@ -47,6 +53,8 @@ from composer_jax.training.preemption import StopSignal
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
+# Until a store that failed is tried again.
+_RETRY_S = 2.0
 # Transcripts that an evaluation keeps for people to read.
 _SAMPLES = 6
 _PUBLISHER = PublisherConfig(encoders=1, snapshot_every=32)
@@ -68,6 +76,7 @@ def learn(config: RlConfig, workdir: str | os.PathLike) -> bool:
   """
   workdir = Path(workdir).expanduser().absolute()
   workdir.mkdir(parents=True, exist_ok=True)
+  store = config.store or str(workdir / "chain")
   learner = _make_learner(config)
   train_tasks, held_out = task_lib.load(config)
   with (
@@ -75,7 +84,7 @@ def learn(config: RlConfig, workdir: str | os.PathLike) -> bool:
     Checkpoints(
       workdir / "checkpoints", keep=config.keep, every=config.checkpoint_every
     ) as checkpoints,
-    Publisher(open_store(str(workdir / "chain")), _PUBLISHER) as publisher,
+    Publisher(open_store(store), _PUBLISHER) as publisher,
   ):
     # ---------------------------------------------------------- state, books
     origin = config.init_from, config.seed
@@ -107,7 +116,8 @@ def learn(config: RlConfig, workdir: str | os.PathLike) -> bool:
       )
 
       # ------------------------------------------------------------- the loop
-      desk.publish()
+      if not desk.publish():
+        return False
       desk.order()  # Training's rollouts go on while the first are examined.
       split = TimeSplit()
       cleared: set[str] = set()  # By the checkpoint that is being written.
@@ -207,20 +217,34 @@ class _Desk:
     self._publisher, self._stop = publisher, stop
 
   @property
-  def version(self) -> int:
-    return self.published[-1]
+  def version(self) -> int | None:
+    return self.published[-1] if self.published else None
 
-  def publish(self) -> None:
-    """Makes a version of the present weights."""
+  def publish(self) -> bool:
+    """Makes a version of the present weights; False if stopped.
+
+    While the store is out of reach it tries again, and hosts serve what they
+    have. A version that was made though nobody said so is made once more.
+    """
     about = {
       "step": self.learner.updates,
       "model": dataclasses.asdict(self.config.model),
     }
-    future = self._publisher.publish(self.learner.weights(), about)
-    assert future is not None  # It waits rather than skips.
-    version = future.result()
+    while True:
+      future = self._publisher.publish(self.learner.weights(), about)
+      assert future is not None  # It waits rather than skips.
+      try:
+        version = future.result()
+        break
+      except StoreError as error:
+        _log.warning("No version could be published, to be retried: %s", error)
+      self.tell("publishing")
+      time.sleep(_RETRY_S)
+      if self._stop.stop_requested(self.learner.updates):
+        return False
     versions = sorted(self._publisher.chain.versions)
     self.published = [v for v in versions if v <= version]
+    return True
 
   def order(self) -> None:
     progress = self.learner.updates / self.config.num_steps
@@ -329,6 +353,7 @@ class _Examiner:
       "counts": dict(buffer.counts),
       "unfinished": desk.config.buffer.group_size * buffer.outstanding,
       "masked_tokens": buffer.masked_tokens,
+      "store": desk.config.store,
     }
 
 

@@ -68,7 +68,7 @@ class _Run:
       json.loads(line)
       for line in (workdir / "fleet.jsonl").read_text().splitlines()
     ]
-    chain = Chain(open_store(str(workdir / "chain")))
+    chain = Chain(open_store(result["store"] or str(workdir / "chain")))
     # The delta against the version before; some have only a snapshot.
     self.deltas = {}
     versions = sorted(chain.versions)

@@ -26,7 +26,7 @@ def test_every_token_ends_where_it_belongs(tmp_path):
   row = rollout_load.measure(load, tmp_path)
   print(row)
   assert row["requests"] == load.sessions * load.turns
-  for name in ("failed", "differs", "lost", "wrong_tokens", "wrong_routes"):
+  for name in ("failed", "differs", "lost", "wrong"):
     assert row[name] == 0, name
   # Else nothing was shown: weights stayed the same, or any would have done.
   assert row["versions"] == 2 and row["control"] > 0.9

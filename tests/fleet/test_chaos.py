@@ -1,8 +1,15 @@
-"""A whole run of reinforcement learning, while its parts are killed."""
+"""A whole run of reinforcement learning, while its parts are killed.
 
+`CHAOS_KILLS=10 pytest tests/fleet/test_chaos.py` kills each of them twice.
+"""
+
+import collections
+import contextlib
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,11 +17,72 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import s3_server
 from composer_jax.data import Tokenizer
 from composer_jax.rl.journal import read
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STEPS = 5
+KILLS = int(os.environ.get("CHAOS_KILLS", "5"))
+STEPS = KILLS + 1
+# Forwards connections: a store that can be killed and keeps its objects.
+FORWARDER = """
+import asyncio, sys
+host, here, there = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+async def pump(reader, writer):
+  while data := await reader.read(1 << 16):
+    writer.write(data)
+    await writer.drain()
+  writer.close()
+
+async def serve(reader, writer):
+  ends = await asyncio.open_connection(host, there)
+  await asyncio.gather(pump(reader, ends[1]), pump(ends[0], writer))
+
+async def main():
+  server = await asyncio.start_server(serve, host, here)
+  await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+class Store:
+  """moto's server behind a forwarder."""
+
+  def __init__(self, address):
+    host, _, port = address.removeprefix("http://").partition(":")
+    with socket.create_server((host, 0)) as free:
+      self._here = free.getsockname()[1]
+    self._argv = [sys.executable, "-c", FORWARDER, host, str(self._here), port]
+    self.address = f"http://{host}:{self._here}"
+    self._process = None
+
+  def start(self):
+    self._process = subprocess.Popen(self._argv, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while True:
+      with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", self._here)).close()
+        return
+      assert time.monotonic() < deadline
+      time.sleep(0.05)
+
+  def kill(self):
+    self._process.kill()
+    self._process.wait()
+
+
+@pytest.fixture
+def store(monkeypatch):
+  with s3_server.serve() as address:
+    s3_server.make_bucket(address, "chain")
+    front = Store(address)
+    for name, value in s3_server.environment(front.address).items():
+      monkeypatch.setenv(name, value)
+    front.start()
+    yield front
+    front.kill()
 
 
 def find(run, word):
@@ -31,6 +99,7 @@ def find(run, word):
 
 
 def start(run, tokenizer):
+  """Begins the run, or goes on with it."""
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
   environment.pop("JAX_NUM_CPU_DEVICES", None)
   return subprocess.Popen(
@@ -40,6 +109,7 @@ def start(run, tokenizer):
       "--config=configs/rl_tiny.py:runlocal",
       f"--config.num_steps={STEPS}",
       f"--config.tokenizer={tokenizer}",
+      "--config.store=s3://chain/run",
       f"--workdir={run}",
     ],
     cwd=REPOSITORY,
@@ -56,31 +126,51 @@ def wait_for_step(run, process, step):
     time.sleep(0.1)
 
 
+def kill_one(run, process, word):
+  while not (found := find(run, word)):  # It is being started again.
+    assert process.poll() is None, process.stderr.read()
+    time.sleep(0.1)
+  (pid,) = found
+  os.kill(pid, signal.SIGKILL)
+
+
+def kill_all(run, process):
+  """Kills what started the others, and sees that they end, too."""
+  process.kill()
+  process.wait()
+  process.stderr.close()
+  deadline = time.monotonic() + 20
+  while find(run, ""):
+    assert time.monotonic() < deadline, "orphans"
+    time.sleep(0.1)
+
+
 @pytest.mark.sandbox
-@pytest.mark.timeout(900)
-def test_a_run_survives_the_death_of_each_of_its_parts(tmp_path):
+@pytest.mark.timeout(300 + 120 * KILLS)
+def test_a_run_survives_the_death_of_each_of_its_parts(tmp_path, store):
   tokenizer, run = tmp_path / "tokenizer.json", tmp_path / "run"
   Tokenizer.train(["def f(x): return x"], 280).save(tokenizer)
   process = start(run, tokenizer)
+  killed = collections.Counter()
+  words = {
+    "learner": "--role=learner",
+    "host-0": "hosts/0",
+    "worker-0": "--role=rollouts",
+  }
+  parts = itertools.cycle(["learner", "host-0", "worker-0", "store", "all"])
   try:
-    for step, word in (
-      (1, "--role=learner"),
-      (2, "hosts/0"),
-      (3, "--role=rollouts"),
-    ):
+    for step, part in enumerate(itertools.islice(parts, KILLS), 1):
       wait_for_step(run, process, step)
-      (pid,) = find(run, word)
-      os.kill(pid, signal.SIGKILL)
-    # Then all of it, at once and without a word.
-    wait_for_step(run, process, 4)
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 20
-    while find(run, ""):
-      assert time.monotonic() < deadline, "orphans"
-      time.sleep(0.1)
-    process.stderr.close()
-    process = start(run, tokenizer)
+      killed[part] += 1
+      if part == "store":
+        store.kill()
+        time.sleep(3)
+        store.start()
+      elif part == "all":
+        kill_all(run, process)
+        process = start(run, tokenizer)
+      else:
+        kill_one(run, process, words[part])
     _, said = process.communicate()
     assert process.returncode == 0, said
   finally:
@@ -100,6 +190,7 @@ def test_a_run_survives_the_death_of_each_of_its_parts(tmp_path):
   assert summary["trajectories_ordered"] == summary[
     "trajectories_trained"
   ] + sum(discarded.values())
+  # A fleet that is started anew counts from 0.
   sights = read(run / "fleet.jsonl")
-  killed = {"learner", "host-0", "worker-0"}
-  assert all(max(s["restarts"][name] for s in sights) >= 1 for name in killed)
+  for name in words.keys() & killed:
+    assert max(s["restarts"][name] for s in sights) >= 1
