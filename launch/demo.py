@@ -13,6 +13,7 @@ to two inference hosts. The same command goes on where it was stopped. Leaves
     summary.json    the figures; wall_s includes the installation
 """
 
+import itertools
 import json
 import shutil
 import time
@@ -23,7 +24,7 @@ from ml_collections import ConfigDict
 
 from composer_jax.data import bigram_bits_per_byte
 from composer_jax.rl.config import RlConfig
-from composer_jax.rl.drills import write_traces
+from composer_jax.rl.drills import traces, write_traces
 from composer_jax.training.loop import Result
 from configs import midtrain_tiny, rl_tiny
 from launch import rl, train
@@ -45,20 +46,20 @@ def main(config: ConfigDict | None, workdir: str | None) -> None:
     raise ConfigError("give --workdir alone: the configs are the demo's own")
   began = _BEGAN.value or time.time()
   folder = Path(workdir).expanduser().absolute()
-  traces = folder / "traces.zip"
-  if not traces.exists():
+  source = folder / "traces.zip"
+  if not source.exists():
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / ".traces.zip"
-    write_traces(scratch, _SEED.value + 1, _TRACES)
-    scratch.replace(traces)
-  code = train.main(_code_config(traces), str(folder / "code"))
+    write_traces(scratch, itertools.islice(traces(_SEED.value + 1), _TRACES))
+    scratch.replace(source)
+  code = train.main(_code_config(source), str(folder / "code"))
   if not code.finished:
     return
   tokenizer = folder / "tokenizer.json"
   code.data.tokenizer.save(tokenizer)
   summary = _code_summary(code)
   drills = train.main(
-    _drill_config(folder, traces, tokenizer), str(folder / "drills")
+    _drill_config(folder, source, tokenizer), str(folder / "drills")
   )
   if not drills.finished:
     return

@@ -23,8 +23,10 @@ from pathlib import Path
 
 from composer_jax.data import Tokenizer
 from composer_jax.envs.bubblewrap import Bubblewrap
+from composer_jax.envs.image import PLAIN
+from composer_jax.envs.sandbox import Limits, Provider, SandboxError
 from composer_jax.envs.sandbox import Pool as SandboxPool
-from composer_jax.envs.sandbox import SandboxError
+from composer_jax.envs.tasks import Images
 from composer_jax.fleet.local import Fleet, Program
 from composer_jax.rl import report
 from composer_jax.rl import tasks as task_lib
@@ -123,8 +125,9 @@ async def _rollouts(config, folder, name):
   ready = folder / "ready"
   async with (
     aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
-    SandboxPool(Bubblewrap(), size=min(4, config.max_rollouts)) as sandboxes,
+    SandboxPool(Bubblewrap(), size=min(4, config.max_rollouts)) as pool,
   ):
+    sandboxes = _sandboxes(pool)
     hosts = [
       Host(client, ready / f"host-{i}", _MODEL, stops)
       for i in range(config.hosts)
@@ -156,6 +159,17 @@ async def _rollouts(config, folder, name):
       play_of,
       folder / "status" / f"{name}.json",
     ).run()
+
+
+def _sandboxes(pool: Provider) -> Images:
+  """Of all images; the plain one's come from `pool`."""
+  return Images(
+    lambda image: (
+      pool
+      if image == PLAIN
+      else Bubblewrap(Limits(), image.distributions, image.without)
+    )
+  )
 
 
 def _check(config: RlConfig) -> None:

@@ -23,7 +23,7 @@ import json
 import random
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +150,14 @@ def traces(seed: int) -> Iterator[str]:
         yield "".join(lines) + f"# {next(number)}\n"
 
 
-def write_traces(path: str | Path, seed: int, count: int) -> None:
+def write_traces(path: str | Path, texts: Iterable[str]) -> None:
   """Writes traces as a source for `DataConfig.sources`: a .zip of .py files.
 
   Raises:
     FileNotFoundError: there is no such folder.
   """
   with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-    for number, text in zip(range(count), traces(seed), strict=False):
+    for number, text in enumerate(texts):
       # A fixed time, so that the same traces are the same file.
       archive.writestr(zipfile.ZipInfo(f"{number:06d}.py"), text)
 
